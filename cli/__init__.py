@@ -1,0 +1,1 @@
+from outrider.cli.main import main

@@ -1,0 +1,1 @@
+"""A bundle file becomes something that runs, with its buffers bound once."""

@@ -1,0 +1,189 @@
+"""The bundle: a folder with a manifest, the graphs and weights of a target and its draft, and the tokenizer.
+
+    bundle/
+      manifest.json        what is inside, how it was checked, sha256 of every other file
+      target/model.onnx    one graph a model, for prefill, verify and plain decoding
+      target/weights.bin
+      draft/...            absent when the bundle was exported with ``--draft none``
+      tokenizer.json
+      chat_template.jinja  absent when the checkpoint has none
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from outrider.engines.errors import OutriderError
+
+FORMAT = "outrider-bundle"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What an engine must know of a graph, and what was proved of it at export.
+
+    ``capacity`` is the number of cache positions a sequence owns; ``min_rows`` the fewest rows with which a pass gives
+    the bits that every larger pass gives; ``exactness`` is ``bitwise`` when the row probe held (see ``probe.py``) on
+    ``device``; ``check`` is the comparison with the checkpoint.
+    """
+
+    graph: str
+    architecture: str
+    lowering: str
+    precision: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    capacity: int
+    cache_dtype: str
+    min_rows: int
+    exactness: str
+    device: str
+    check: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The bundle's table of contents. ``tiers`` are the values of K, ``max_length`` counts prompt and output tokens."""
+
+    producer: str
+    tiers: tuple[int, ...]
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+    special_tokens: dict[str, str]
+    target: ModelInfo
+    draft: ModelInfo | None
+
+
+class Bundle:
+    """An opened bundle: every file present, unchanged and inside the folder.
+
+    Raises:
+        OutriderError: not a bundle, made by a newer version, a file missing, changed or outside the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        record = _read_manifest(self.folder)
+        self.files: dict[str, dict[str, Any]] = record["files"]
+        try:
+            body = dict(record["manifest"])
+            draft = body.pop("draft")
+            self.manifest = Manifest(
+                **{
+                    **body,
+                    "tiers": tuple(body["tiers"]),
+                    "eos_token_ids": tuple(body["eos_token_ids"]),
+                    "target": ModelInfo(**body["target"]),
+                    "draft": ModelInfo(**draft) if draft else None,
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise OutriderError(f"{self.folder / MANIFEST} is damaged ({error}); export the bundle again") from None
+        for name, entry in self.files.items():
+            _verify_file(self.folder, name, entry)
+        required = [TOKENIZER, *(model.graph for model in (self.manifest.target, self.manifest.draft) if model)]
+        for name in required:
+            if name not in self.files:
+                raise OutriderError(f"{self.folder / MANIFEST} does not list {name}; export the bundle again")
+
+    def path(self, name: str) -> Path:
+        """The path of a listed file."""
+        return _inside(self.folder, name)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.path(CHAT_TEMPLATE).read_text(encoding="utf-8") if CHAT_TEMPLATE in self.files else None
+
+
+@contextmanager
+def new_bundle(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder that becomes ``folder`` when the block ends well, and vanishes when it does not.
+
+    Raises:
+        OutriderError: ``folder`` exists, its parent does not, or the disk is full.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise OutriderError(f"{folder} exists; remove it or choose another --out")
+    if not folder.parent.is_dir():
+        raise OutriderError(f"{folder.parent} does not exist; create it or choose another --out")
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield work
+        work.chmod(0o755)
+        work.rename(folder)
+    except OSError as error:
+        raise OutriderError(f"could not write {folder}: {error.strerror or error}; nothing was kept") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_manifest(work: Path, manifest: Manifest) -> None:
+    """Write the manifest last, with size and sha256 of every file under ``work``."""
+    files = {
+        path.relative_to(work).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(work.rglob("*"))
+        if path.is_file()
+    }
+    record = {"format": FORMAT, "version": VERSION, "manifest": asdict(manifest), "files": files}
+    (work / MANIFEST).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise OutriderError(f"{folder} is not a folder; pass the folder that `outrider export --out` wrote")
+    if not path.is_file():
+        raise OutriderError(f"{folder} has no {MANIFEST}; pass the folder that `outrider export --out` wrote")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OutriderError(f"{path} is not valid JSON ({error}); export the bundle again") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("files"), dict):
+        raise OutriderError(f"{path} is not an Outrider manifest; export the bundle again")
+    if record.get("version") != VERSION:
+        raise OutriderError(
+            f"{path} has format version {record.get('version')}, this Outrider reads version {VERSION}; "
+            "upgrade Outrider or export the bundle again"
+        )
+    return record
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """``folder / name``, refused when it would leave the folder (also through a link)."""
+    pure = PurePosixPath(name)
+    path = folder / name
+    leaves = pure.is_absolute() or ".." in pure.parts or not path.resolve().is_relative_to(folder.resolve())
+    if leaves:
+        raise OutriderError(f"{folder / MANIFEST} names {name!r}, which is outside the bundle; do not use this bundle")
+    return path
+
+
+def _verify_file(folder: Path, name: str, entry: dict[str, Any]) -> None:
+    path = _inside(folder, name)
+    if not path.is_file():
+        raise OutriderError(f"{path} is missing; export the bundle again")
+    if path.stat().st_size != entry.get("bytes") or sha256_of(path) != entry.get("sha256"):
+        raise OutriderError(f"{path} was changed since the export (sha256 differs); export the bundle again")

@@ -1,0 +1,190 @@
+"""The two lowerings of a decoder: the same mathematics in ONNX Runtime's fused operators or in standard ones.
+
+``fused``: com.microsoft operators, for ONNX Runtime on CPU and CUDA; attention costs by the length in use.
+``standard``: ONNX opset 24 (RMSNormalization, RotaryEmbedding, TensorScatter, Attention), for TensorRT and as the
+portable form; attention costs by the capacity.
+
+Both take the inputs of the graph contract (``decoder.py``) and update the caches in place when past and present are
+bound to the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from outrider.export.graph import CONTRIB, GraphBuilder
+from outrider.export.spec import DecoderSpec
+
+LOWERINGS = ("fused", "standard")
+
+
+class Lowering(Protocol):
+    opset: int
+
+    def begin(self) -> None:
+        """Compute what all layers share: rotary tables, positions, masks."""
+        ...
+
+    def norm(self, x: str, weight: str, name: str) -> str:
+        """Root mean square normalization (arXiv 1910.07467) over the last axis."""
+        ...
+
+    def add_norm(self, x: str, residual: str, weight: str, name: str) -> tuple[str, str]:
+        """``(norm(x + residual), x + residual)``."""
+        ...
+
+    def silu(self, x: str, name: str) -> str: ...
+
+    def attention(self, qkv: str, layer: int, name: str) -> str:
+        """Causal attention of packed ``[B, R, (H + 2 H_kv) D]`` over the cache and itself -> ``[B, R, H D]``."""
+        ...
+
+
+class FusedLowering:
+    """Args: ``spare_row`` repeats a row inside attention, so that one-row passes take the many-row kernel."""
+
+    opset = 21
+
+    def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int, *, spare_row: bool, ragged: bool) -> None:
+        self._graph = graph
+        self._spec = spec
+        self._capacity = capacity
+        self._spare_row = spare_row
+        self._ragged = ragged
+
+    def begin(self) -> None:
+        graph = self._graph
+        _rotary_tables(graph, self._spec, self._capacity)
+        # The length that bounds the kernel's loops is cache_last; the total is only an upper bound, so it is fixed.
+        graph.constant("cache_capacity", self._capacity, np.int32)
+        rows = graph.node("Shape", ["input_ids"], "rows.shape", start=1, end=2)
+        rows = graph.node("Cast", [rows], "rows", to=_onnx_type(np.int32))
+        if self._spare_row:
+            rows = graph.node("Add", [rows, graph.constant("one.int32", [1], np.int32)], "rows.attention")
+        end = graph.node("Add", ["cache_lengths", rows], "cache_end")
+        graph.node("Sub", [end, graph.constant("one.int32", [1], np.int32)], "cache_last")
+        batch = graph.node("Shape", ["input_ids"], "batch.shape", start=0, end=1)
+        if self._ragged:
+            graph.node("Expand", [rows, batch], "query_rows")
+        if self._spare_row:
+            width = (self._spec.num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim
+            zero = graph.constant("spare_row.zero", np.zeros((1, 1, width)), graph.float_dtype)
+            one = graph.constant("one", [1])
+            shape = graph.node("Concat", [batch, one, one], "spare_row.shape", axis=0)
+            graph.node("Expand", [zero, shape], "spare_row")
+
+    def norm(self, x: str, weight: str, name: str) -> str:
+        epsilon = self._spec.norm_epsilon
+        return self._graph.node("SimplifiedLayerNormalization", [x, weight], name, axis=-1, epsilon=epsilon)
+
+    def add_norm(self, x: str, residual: str, weight: str, name: str) -> tuple[str, str]:
+        self._graph.nodes(
+            "SkipSimplifiedLayerNormalization",
+            [x, residual, weight],
+            [name, "", "", f"{name}.sum"],
+            domain=CONTRIB,
+            epsilon=self._spec.norm_epsilon,
+        )
+        return name, f"{name}.sum"
+
+    def silu(self, x: str, name: str) -> str:
+        return self._graph.node("QuickGelu", [x], name, domain=CONTRIB, alpha=1.0)
+
+    def attention(self, qkv: str, layer: int, name: str) -> str:
+        graph = self._graph
+        # What the spare row holds does not matter: no row depends on another, and the next pass overwrites its cache.
+        rows = graph.node("Concat", [qkv, "spare_row"], f"{name}.rows", axis=1) if self._spare_row else qkv
+        output = f"{name}.all_rows" if self._spare_row else name
+        caches = [f"past_key.{layer}", f"past_value.{layer}"]
+        inputs = [rows, "", "", *caches, "cache_last", "cache_capacity", "rotary_cos", "rotary_sin"]
+        if self._ragged:
+            inputs += [""] * 7 + ["query_rows"]
+        graph.nodes(
+            "GroupQueryAttention",
+            inputs,
+            [output, f"present_key.{layer}", f"present_value.{layer}"],
+            domain=CONTRIB,
+            num_heads=self._spec.num_heads,
+            kv_num_heads=self._spec.num_kv_heads,
+            do_rotary=1,
+        )
+        if not self._spare_row:
+            return output
+        cut = [graph.constant("cut.starts", [0]), graph.constant("cut.ends", [-1]), graph.constant("one", [1])]
+        return graph.node("Slice", [output, *cut], name)
+
+
+class StandardLowering:
+    opset = 24
+
+    def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int) -> None:
+        self._graph = graph
+        self._spec = spec
+        self._capacity = capacity
+
+    def begin(self) -> None:
+        graph = self._graph
+        _rotary_tables(graph, self._spec, self._capacity)
+        start = graph.node("Cast", ["cache_lengths"], "write_index", to=_onnx_type(np.int64))
+        rows = graph.node("Shape", ["input_ids"], "rows.shape", start=1, end=2)
+        rows = graph.node("Squeeze", [rows], "rows")
+        row = graph.node("Range", [graph.constant("zero.scalar", 0), rows, graph.constant("one.scalar", 1)], "row")
+        start = graph.node("Unsqueeze", [start, graph.constant("one", [1])], "positions.start")
+        graph.node("Add", [start, row], "positions")
+        # Row i sees the cache positions up to its own; what lies behind is junk or a rejected draft.
+        last = graph.node("Unsqueeze", ["positions", graph.constant("mask.axes", [1, 3])], "mask.last")
+        slot = graph.constant("cache_slot", np.arange(self._capacity))
+        graph.node("LessOrEqual", [slot, last], "mask")
+        for kind, heads in (("query", self._spec.num_heads), ("key_value", self._spec.num_kv_heads)):
+            graph.constant(f"{kind}.heads", [0, 0, heads, self._spec.head_dim])
+        graph.constant("merged_heads", [0, 0, self._spec.num_heads * self._spec.head_dim])
+        sizes = np.array([self._spec.num_heads, self._spec.num_kv_heads, self._spec.num_kv_heads])
+        graph.constant("qkv_sizes", sizes * self._spec.head_dim)
+
+    def norm(self, x: str, weight: str, name: str) -> str:
+        return self._graph.node("RMSNormalization", [x, weight], name, axis=-1, epsilon=self._spec.norm_epsilon)
+
+    def add_norm(self, x: str, residual: str, weight: str, name: str) -> tuple[str, str]:
+        total = self._graph.node("Add", [x, residual], f"{name}.sum")
+        return self.norm(total, weight, name), total
+
+    def silu(self, x: str, name: str) -> str:
+        return self._graph.node("Mul", [x, self._graph.node("Sigmoid", [x], f"{name}.sigmoid")], name)
+
+    def attention(self, qkv: str, layer: int, name: str) -> str:
+        graph = self._graph
+        parts = [f"{name}.query", f"{name}.key", f"{name}.value"]
+        graph.nodes("Split", [qkv, "qkv_sizes"], parts, axis=2)
+        query = self._rotate(self._split_heads(parts[0], "query"))
+        key = self._rotate(self._split_heads(parts[1], "key_value"))
+        value = self._split_heads(parts[2], "key_value")
+        caches = []
+        for kind, update in (("key", key), ("value", value)):
+            inputs = [f"past_{kind}.{layer}", update, "write_index"]
+            caches.append(graph.node("TensorScatter", inputs, f"present_{kind}.{layer}", axis=2, mode="linear"))
+        scale = float(self._spec.head_dim**-0.5)
+        heads = graph.node("Attention", [query, *caches, "mask"], f"{name}.heads", scale=scale)
+        merged = graph.node("Transpose", [heads], f"{name}.transposed", perm=[0, 2, 1, 3])
+        return graph.node("Reshape", [merged, "merged_heads"], name)
+
+    def _split_heads(self, x: str, kind: str) -> str:
+        heads = self._graph.node("Reshape", [x, f"{kind}.heads"], f"{x}.split")
+        return self._graph.node("Transpose", [heads], f"{x}.heads", perm=[0, 2, 1, 3])
+
+    def _rotate(self, x: str) -> str:
+        return self._graph.node("RotaryEmbedding", [x, "rotary_cos", "rotary_sin", "positions"], f"{x}.rotated")
+
+
+def _rotary_tables(graph: GraphBuilder, spec: DecoderSpec, capacity: int) -> None:
+    """cos and sin of every position that the cache can hold, ``[capacity, D / 2]``."""
+    angles = np.arange(capacity)[:, None] * spec.inv_freq[None, :]
+    for name, table in (("rotary_cos", np.cos(angles)), ("rotary_sin", np.sin(angles))):
+        graph.weight(name, graph.float_dtype, table.shape, [table])
+
+
+def _onnx_type(dtype: type) -> int:
+    from onnx import helper
+
+    return int(helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))

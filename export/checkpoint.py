@@ -1,0 +1,91 @@
+"""A checkpoint, whatever its file format: config, tensors read on demand, tokenizer. The rest of export sees only this."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engines.errors import OutriderError
+
+_SLAB_BYTES = 32 << 20
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """``json`` is the text of a ``tokenizer.json``; ``special_tokens`` are the names that chat templates use."""
+
+    json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+
+
+class Checkpoint(Protocol):
+    """``config`` has the keys of a Hugging Face ``config.json``; tensors go by their Hugging Face names."""
+
+    path: Path
+    config: dict[str, Any]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The tensor's shape, or None when the checkpoint has no such tensor."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows ``start`` to ``stop`` of the first axis, as float32 (exact for fp16 and bf16, dequantized for GGUF)."""
+        ...
+
+    def tokenizer(self) -> TokenizerFiles: ...
+
+
+def read_rows(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[NDArray[np.float32]]:
+    """The first ``rows`` rows of a tensor in slabs of bounded size, so that memory does not grow with the tensor."""
+    shape = checkpoint.shape(name)
+    assert shape is not None, name
+    step = max(1, _SLAB_BYTES // (4 * int(np.prod(shape[1:], dtype=np.int64))))
+    for start in range(0, rows, step):
+        yield checkpoint.read(name, start, min(rows, start + step))
+
+
+def read_all(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
+    shape = checkpoint.shape(name)
+    assert shape is not None, name
+    return checkpoint.read(name, 0, shape[0])
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+    """Open a Hugging Face folder, a GGUF file, or a hub id (downloaded by ``huggingface_hub``).
+
+    Raises:
+        OutriderError: nothing there, or not a checkpoint, or damaged.
+    """
+    from outrider.export.gguf_checkpoint import GGUFCheckpoint
+    from outrider.export.huggingface import HuggingFaceCheckpoint
+
+    path = Path(source)
+    if path.is_dir():
+        return HuggingFaceCheckpoint(path)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return GGUFCheckpoint(path)
+        raise OutriderError(f"{path} is not a checkpoint: pass a Hugging Face folder or a .gguf file")
+    if path.suffix != ".gguf" and _HUB_ID.fullmatch(source):
+        return HuggingFaceCheckpoint(_download(source))
+    raise OutriderError(f"{path} does not exist; pass a Hugging Face folder, a .gguf file or a hub id")
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
+        reason = str(error).strip().splitlines()[0]
+        raise OutriderError(f"{hub_id} is no file or folder here, and the hub did not give it: {reason}") from None

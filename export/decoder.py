@@ -1,0 +1,175 @@
+"""The decoder's mathematics, once, for every family and both lowerings: ``DecoderSpec`` -> ONNX graph.
+
+The graph contract, the same for prefill, verify and plain decoding (they differ only in the number of rows R):
+
+  inputs   input_ids      int64 [B, R]
+           cache_lengths  int32 [B]      tokens already in the cache; a smaller value than before is a rollback
+           logit_rows     int64 [B, N]   rows whose logits are wanted: a prefill wants only its last
+           past_key.i, past_value.i      [B, H_kv, capacity, D]
+  outputs  logits         float32 [B, N, V]
+           present_key.i, present_value.i   to be bound to the memory of the pasts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import BinaryIO
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from outrider.engines.errors import OutriderError
+from outrider.export.attention import FusedLowering, Lowering, StandardLowering
+from outrider.export.checkpoint import Checkpoint, read_all, read_rows
+from outrider.export.graph import GraphBuilder
+from outrider.export.quantize import Matrix, store_matrix
+from outrider.export.spec import DecoderSpec
+
+Progress = Callable[[str], None]
+
+
+def build_decoder(
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    weights: BinaryIO,
+    *,
+    lowering: str,
+    precision: str,
+    capacity: int,
+    progress: Progress = lambda stage: None,
+) -> onnx.ModelProto:
+    """Write the weights to ``weights`` and return the graph that refers to them.
+
+    Args:
+        spec: its ``vocab_size`` may be smaller than the checkpoint's, whose further rows are cut off.
+        capacity: cache positions a sequence.
+        progress: called with the name of each part when it is written (embedding, each layer, head).
+
+    Raises:
+        OutriderError: a lowering that cannot express the precision.
+    """
+    float_dtype = np.dtype(np.float16 if precision == "fp16" else np.float32)
+    blocks = precision in ("int8", "int4")
+    if lowering == "standard" and blocks:
+        raise OutriderError(f"--lowering standard has no {precision} yet; use fp32 or fp16, or --lowering fused")
+    graph = GraphBuilder(weights, float_dtype, FusedLowering.opset if lowering == "fused" else StandardLowering.opset)
+    lowered: Lowering
+    if lowering == "fused":
+        # fp16 is for GPUs: their attention kernel has no ragged form yet, and fixed plans settle the rows there.
+        on_cpu = precision != "fp16"
+        lowered = FusedLowering(graph, spec, capacity, spare_row=on_cpu, ragged=on_cpu)
+    else:
+        lowered = StandardLowering(graph, spec, capacity)
+    return _Decoder(graph, spec, checkpoint, lowered, precision, capacity, progress).build()
+
+
+class _Decoder:
+    def __init__(
+        self,
+        graph: GraphBuilder,
+        spec: DecoderSpec,
+        checkpoint: Checkpoint,
+        lowering: Lowering,
+        precision: str,
+        capacity: int,
+        progress: Progress,
+    ) -> None:
+        self.graph = graph
+        self.spec = spec
+        self.checkpoint = checkpoint
+        self.lowering = lowering
+        self.precision = precision
+        self.capacity = capacity
+        self.progress = progress
+
+    def build(self) -> onnx.ModelProto:
+        graph, spec, lower = self.graph, self.spec, self.lowering
+        self._declare()
+        lower.begin()
+        embedding = self._vocab_matrix(spec.embedding)
+        residual = embedding.gather("input_ids", "embedded")
+        self.progress("embedding")
+        x = lower.norm(residual, self._vector(spec.stem("attention_norm", 0)), "layer.0.attention_norm")
+        for layer in range(spec.num_layers):
+            x = self._attention_block(x, layer)
+            x, residual = self._add_norm(x, residual, "mlp_norm", layer)
+            x = self._mlp_block(x, layer)
+            if layer + 1 < spec.num_layers:
+                x, residual = self._add_norm(x, residual, "attention_norm", layer + 1)
+            self.progress(f"layer {layer}")
+        # Only the wanted rows go on: the head is the largest matrix, and a prefill needs one row of it.
+        hidden = graph.node("Add", [x, residual], "hidden")
+        rows = graph.node("Unsqueeze", ["logit_rows", graph.constant("minus_one", [-1])], "logit_rows.index")
+        wanted = graph.node("GatherND", [hidden, rows], "hidden.wanted", batch_dims=1)
+        normed = lower.norm(wanted, self._vector(spec.final_norm), "final_norm")
+        head = embedding if spec.tied else self._vocab_matrix(spec.head)
+        if graph.float_dtype == np.float32:
+            head.matmul(normed, "logits")
+        else:
+            graph.node("Cast", [head.matmul(normed, "logits.half")], "logits", to=int(onnx.TensorProto.FLOAT))
+        self.progress("head")
+        return graph.model(spec.architecture)
+
+    def _declare(self) -> None:
+        graph, spec = self.graph, self.spec
+        graph.input("input_ids", np.int64, ["batch", "rows"])
+        graph.input("cache_lengths", np.int32, ["batch"])
+        graph.input("logit_rows", np.int64, ["batch", "logit_rows"])
+        graph.output("logits", np.float32, ["batch", "logit_rows", spec.vocab_size])
+        shape = ["batch", spec.num_kv_heads, self.capacity, spec.head_dim]
+        for layer in range(spec.num_layers):
+            for kind in ("key", "value"):
+                graph.input(f"past_{kind}.{layer}", graph.float_dtype, shape)
+                graph.output(f"present_{kind}.{layer}", graph.float_dtype, shape)
+
+    def _attention_block(self, x: str, layer: int) -> str:
+        name = f"layer.{layer}.attention"
+        qkv = self._linear(x, ("q", "k", "v"), layer, f"{name}.qkv")
+        return self._linear(self.lowering.attention(qkv, layer, name), ("o",), layer, f"{name}.output")
+
+    def _mlp_block(self, x: str, layer: int) -> str:
+        """SwiGLU (arXiv 2002.05202), gate and up in one product."""
+        graph, name = self.graph, f"layer.{layer}.mlp"
+        both = self._linear(x, ("gate", "up"), layer, f"{name}.gate_up")
+        halves = [f"{name}.gate", f"{name}.up"]
+        graph.nodes("Split", [both], halves, axis=-1, num_outputs=2)
+        gated = graph.node("Mul", [self.lowering.silu(halves[0], f"{name}.silu"), halves[1]], f"{name}.gated")
+        return self._linear(gated, ("down",), layer, f"{name}.output")
+
+    def _add_norm(self, x: str, residual: str, role: str, layer: int) -> tuple[str, str]:
+        weight = self._vector(self.spec.stem(role, layer))
+        return self.lowering.add_norm(x, residual, weight, f"layer.{layer}.{role}")
+
+    def _linear(self, x: str, roles: tuple[str, ...], layer: int, name: str) -> str:
+        """The projections of ``roles`` as one product, their rows stacked."""
+        stems = [self.spec.stem(role, layer) for role in roles]
+        shapes = [self.spec.linear_shape(role) for role in roles]
+        outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        slabs = chain.from_iterable(
+            read_rows(self.checkpoint, f"{stem}.weight", shape[0]) for stem, shape in zip(stems, shapes, strict=True)
+        )
+        matrix = store_matrix(self.graph, f"{name}.weight", (outputs, inputs), slabs, self.precision)
+        return matrix.matmul(x, name, self._bias(stems, shapes, name))
+
+    def _bias(self, stems: list[str], shapes: list[tuple[int, int]], name: str) -> str | None:
+        has = [self.checkpoint.shape(f"{stem}.bias") is not None for stem in stems]
+        if not any(has):
+            return None
+        parts = [
+            read_all(self.checkpoint, f"{stem}.bias") if there else np.zeros(shape[0], np.float32)
+            for stem, shape, there in zip(stems, shapes, has, strict=True)
+        ]
+        return self._store_vector(f"{name}.bias", np.concatenate(parts))
+
+    def _vocab_matrix(self, stem: str) -> Matrix:
+        shape = (self.spec.vocab_size, self.spec.hidden_size)
+        slabs: Iterator[NDArray[np.float32]] = read_rows(self.checkpoint, f"{stem}.weight", shape[0])
+        return store_matrix(self.graph, f"{stem}.weight", shape, slabs, self.precision)
+
+    def _vector(self, stem: str) -> str:
+        return self._store_vector(f"{stem}.weight", read_all(self.checkpoint, f"{stem}.weight"))
+
+    def _store_vector(self, name: str, values: NDArray[np.float32]) -> str:
+        return self.graph.weight(name, self.graph.float_dtype, values.shape, [values])

@@ -1,0 +1,185 @@
+"""Two checkpoints in, one checked bundle out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from outrider.engines.bundle import CHAT_TEMPLATE, TOKENIZER, Manifest, ModelInfo, new_bundle, write_manifest
+from outrider.engines.engine import PREFILL_CHUNK
+from outrider.engines.errors import OutriderError
+from outrider.engines.ort import OrtEngine
+from outrider.engines.probe import RowProbe, probe_rows
+from outrider.export.architectures import decoder_spec
+from outrider.export.attention import LOWERINGS
+from outrider.export.check import check_engine
+from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
+from outrider.export.decoder import build_decoder
+from outrider.export.graph import WEIGHTS_FILE, save_model
+from outrider.export.pair import check_pair, vocabulary
+from outrider.export.quantize import PRECISIONS
+from outrider.export.spec import DecoderSpec
+
+_CHECK_TEXT = "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon for the first time."
+_CHECK_TOKENS = 32
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """``tiers`` are the values of K, ``max_length`` the longest sequence (prompt and output, in tokens)."""
+
+    precision: str = "int4"
+    lowering: str = "fused"
+    tiers: tuple[int, ...] = (2, 4, 8)
+    max_length: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise OutriderError(f"unknown precision {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
+        if self.lowering not in LOWERINGS:
+            raise OutriderError(f"unknown lowering {self.lowering!r}; choose one of {', '.join(LOWERINGS)}")
+        if not self.tiers or min(self.tiers) < 1 or list(self.tiers) != sorted(set(self.tiers)):
+            raise OutriderError(f"tiers {list(self.tiers)} must be rising whole numbers from 1 up, as in --k 2,4,8")
+        if self.max_length < 2:
+            raise OutriderError(f"--max-length {self.max_length} leaves no room for a prompt and a token")
+
+    @property
+    def capacity(self) -> int:
+        """Cache positions: the longest sequence, and room behind it for the padding of the widest pass."""
+        needed = self.max_length + max(max(self.tiers) + 2, PREFILL_CHUNK)
+        return -(-needed // 8) * 8
+
+
+def export_bundle(
+    target: str,
+    draft: str | None,
+    out: str | Path,
+    options: ExportOptions,
+    *,
+    threads: int | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Manifest:
+    """Export a target and its draft (None for model-free drafting) and check what was written.
+
+    Args:
+        progress: called with a stage ("target: layer 3"), and how many of how many stages are done.
+
+    Raises:
+        OutriderError: see the modules that read, pair, write and check; nothing is left behind.
+    """
+    with new_bundle(out) as work:
+        sources = {"target": target} | ({} if draft is None else {"draft": draft})
+        checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
+        specs = {role: decoder_spec(checkpoint) for role, checkpoint in checkpoints.items()}
+        tokenizers = {role: checkpoint.tokenizer() for role, checkpoint in checkpoints.items()}
+        vocabularies = {role: vocabulary(files, sources[role]) for role, files in tokenizers.items()}
+        if draft is not None:
+            check_pair(vocabularies["target"], vocabularies["draft"])
+        specs = {role: _cut(spec, vocabularies["target"], sources[role]) for role, spec in specs.items()}
+        steps = _Steps(progress, sum(spec.num_layers + 4 for spec in specs.values()))
+        models = {}
+        for role, spec in specs.items():
+            job = _ModelJob(role, spec, checkpoints[role], options, threads, steps)
+            models[role] = job.run(work, tokenizers["target"])
+        _write_tokenizer(work, tokenizers["target"])
+        manifest = Manifest(
+            producer=f"outrider {version('outrider')}",
+            tiers=options.tiers,
+            max_length=options.max_length,
+            eos_token_ids=tokenizers["target"].eos_token_ids,
+            special_tokens=tokenizers["target"].special_tokens,
+            target=models["target"],
+            draft=models.get("draft"),
+        )
+        write_manifest(work, manifest)
+    return manifest
+
+
+@dataclass
+class _Steps:
+    progress: Progress
+    total: int
+    done: int = 0
+
+    def step(self, stage: str) -> None:
+        self.done += 1
+        self.progress(stage, self.done, self.total)
+
+
+@dataclass(frozen=True)
+class _ModelJob:
+    role: str
+    spec: DecoderSpec
+    checkpoint: Checkpoint
+    options: ExportOptions
+    threads: int | None
+    steps: _Steps
+
+    def run(self, work: Path, tokenizer: TokenizerFiles) -> ModelInfo:
+        info = self._write(work)
+        engine = OrtEngine(work / info.graph, info, threads=self.threads)
+        ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
+        check = check_engine(engine, self.spec, self.checkpoint, ids, self.options.precision)
+        self.steps.step(f"{self.role}: compared with the checkpoint")
+        probe = self._probe(engine)
+        self.steps.step(f"{self.role}: row probe")
+        return replace(info, check=check, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
+
+    def _write(self, work: Path) -> ModelInfo:
+        options, spec = self.options, self.spec
+        if options.max_length > spec.max_positions:
+            raise OutriderError(
+                f"{self.checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
+            )
+        (work / self.role).mkdir()
+        with (work / self.role / WEIGHTS_FILE).open("wb") as weights:
+            model = build_decoder(
+                spec,
+                self.checkpoint,
+                weights,
+                lowering=options.lowering,
+                precision=options.precision,
+                capacity=options.capacity,
+                progress=lambda part: self.steps.step(f"{self.role}: {part}"),
+            )
+        save_model(model, work / self.role / "model.onnx")
+        return ModelInfo(
+            graph=f"{self.role}/model.onnx",
+            architecture=spec.architecture,
+            lowering=options.lowering,
+            precision=options.precision,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            vocab_size=spec.vocab_size,
+            capacity=options.capacity,
+            cache_dtype="float16" if options.precision == "fp16" else "float32",
+            min_rows=1,
+            exactness="tolerance",
+            device="",
+            check={},
+        )
+
+    def _probe(self, engine: OrtEngine) -> RowProbe:
+        counts = [*range(1, max(self.options.tiers) + 2), PREFILL_CHUNK]
+        return probe_rows(engine, counts)
+
+
+def _cut(spec: DecoderSpec, vocab: dict[str, int], source: str) -> DecoderSpec:
+    """Without the rows that pad the embedding behind the last token: no id outside the tokenizer is ever proposed."""
+    needed = max(vocab.values()) + 1
+    if spec.vocab_size < needed:
+        raise OutriderError(f"{source}: its embedding has {spec.vocab_size} rows, its tokenizer {needed} ids")
+    return replace(spec, vocab_size=needed)
+
+
+def _write_tokenizer(work: Path, files: TokenizerFiles) -> None:
+    (work / TOKENIZER).write_text(files.json, encoding="utf-8")
+    if files.chat_template:
+        (work / CHAT_TEMPLATE).write_text(files.chat_template, encoding="utf-8")

@@ -1,0 +1,139 @@
+"""Checkpoints as GGUF files, seen through Hugging Face names and conventions.
+
+The format is read and dequantized by the ``gguf`` package. What is done here: metadata become config keys, tensor names
+are translated, and the row order that llama.cpp gives rotary projections is undone.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engines.errors import OutriderError
+from outrider.export.checkpoint import TokenizerFiles
+from outrider.export.gguf_tokenizer import tokenizer_from_metadata
+
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_ROPE_FACTORS = "rope_freqs.weight"
+# Hugging Face config key -> GGUF key behind the architecture's prefix.
+_CONFIG_KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+}
+
+
+class GGUFCheckpoint:
+    """See ``checkpoint.Checkpoint``."""
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self.path = path
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (ValueError, IndexError, KeyError, OSError) as error:
+            raise OutriderError(f"{path} is damaged or cut short ({error}); download it again") from None
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        for tensor in self._tensors.values():
+            if tensor.tensor_type.name not in _TYPES:
+                raise OutriderError(
+                    f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}; "
+                    f"types that can be read: {', '.join(_TYPES)}"
+                )
+        self.config = self._config()
+        self._names = gguf.get_tensor_name_map(self._architecture(), self.config["num_hidden_layers"])
+
+    def metadata(self, key: str) -> Any:
+        """A metadata value as Python data, or None."""
+        field = self._reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        tensor = self._tensors.get(self._gguf_name(name))
+        return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        tensor = self._tensors[self._gguf_name(name)]
+        heads = self._rotary_heads(name)
+        if heads is None:
+            return self._dequantize(tensor, start, stop)
+        return _undo_rotary_order(self._dequantize(tensor, 0, tensor.data.shape[0]), heads)[start:stop]
+
+    def tokenizer(self) -> TokenizerFiles:
+        return tokenizer_from_metadata(self.metadata, self.path)
+
+    def _dequantize(self, tensor: Any, start: int, stop: int) -> NDArray[np.float32]:
+        import gguf
+
+        rows = gguf.dequantize(tensor.data[start:stop], tensor.tensor_type).astype(np.float32, copy=True)
+        # The reader maps the whole file; pages already read need not stay in memory.
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._reader.data._mmap.madvise(mmap.MADV_DONTNEED)
+        return rows
+
+    def _gguf_name(self, name: str) -> str:
+        translated = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        return str(translated or name)
+
+    def _rotary_heads(self, name: str) -> int | None:
+        """The number of heads whose rows llama.cpp interleaves in this tensor, or None."""
+        if self.config["model_type"] != "llama":
+            return None
+        if ".q_proj." in name:
+            return int(self.config["num_attention_heads"])
+        return int(self.config["num_key_value_heads"]) if ".k_proj." in name else None
+
+    def _architecture(self) -> Any:
+        import gguf
+
+        by_name = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+        return by_name.get(self.config["model_type"], gguf.MODEL_ARCH.LLAMA)
+
+    def _config(self) -> dict[str, Any]:
+        prefix = self.metadata("general.architecture")
+        if not prefix:
+            raise OutriderError(f"{self.path} has no general.architecture; it is not a language model's file")
+        config: dict[str, Any] = {"model_type": prefix}
+        for key, name in _CONFIG_KEYS.items():
+            value = self.metadata(f"{prefix}.{name}")
+            if value is not None:
+                config[key] = value
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+            if key not in config:
+                raise OutriderError(f"{self.path} has no {prefix}.{_CONFIG_KEYS[key]}; the file is not complete")
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        head_dim = self.metadata(f"{prefix}.attention.key_length") or self.metadata(f"{prefix}.rope.dimension_count")
+        config["head_dim"] = head_dim or config["hidden_size"] // config["num_attention_heads"]
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is not None:
+            config["vocab_size"] = int(embedding.shape[1])
+        config["tie_word_embeddings"] = "output.weight" not in self._tensors
+        config["rope_scaling"] = self._rope_scaling(prefix)
+        return config
+
+    def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
+        if _ROPE_FACTORS in self._tensors:
+            tensor = self._tensors[_ROPE_FACTORS]
+            factors = self._dequantize(tensor, 0, tensor.data.shape[0])
+            return {"rope_type": "factors", "factors": factors.tolist()}
+        kind = self.metadata(f"{prefix}.rope.scaling.type")
+        if kind in (None, "none"):
+            return None
+        return {"rope_type": kind, "factor": self.metadata(f"{prefix}.rope.scaling.factor")}
+
+
+def _undo_rotary_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """From llama.cpp's order (pairs side by side) to Hugging Face's (halves apart), head by head."""
+    shaped = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(shaped.swapaxes(1, 2)).reshape(rows.shape)

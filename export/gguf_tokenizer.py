@@ -1,0 +1,120 @@
+"""``tokenizer.json`` from the metadata of a GGUF file.
+
+Two kinds of vocabulary occur: ``gpt2`` (byte-level BPE, with a named pre-tokenizer) and ``llama`` (SentencePiece BPE,
+where the merges follow from the scores). The ``tokenizers`` library builds and serializes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from outrider.engines.errors import OutriderError
+from outrider.export.checkpoint import TokenizerFiles
+
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"
+_TEMPLATE_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Llama 3: contractions, words with one leading non-letter, numbers of up to three digits, punctuation, spaces.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+Metadata = Callable[[str], Any]
+
+
+def tokenizer_from_metadata(metadata: Metadata, path: Path) -> TokenizerFiles:
+    """Raises OutriderError for a file without vocabulary, or a vocabulary or pre-tokenizer that is not implemented."""
+    kind = metadata("tokenizer.ggml.model")
+    tokens = metadata("tokenizer.ggml.tokens")
+    if kind is None or tokens is None:
+        raise OutriderError(f"{path} has no tokenizer; convert the checkpoint again with its vocabulary")
+    if kind == "gpt2":
+        tokenizer, bos_by_default = _byte_level_bpe(metadata, tokens, path)
+    elif kind == "llama":
+        tokenizer, bos_by_default = _sentencepiece_bpe(metadata, tokens), True
+    else:
+        raise OutriderError(f"{path}: tokenizer model {kind!r} is not implemented; implemented are gpt2 and llama")
+    _add_special_tokens(tokenizer, metadata("tokenizer.ggml.token_type") or [], tokens)
+    add_bos = metadata("tokenizer.ggml.add_bos_token")
+    if bos_by_default if add_bos is None else add_bos:
+        bos = metadata("tokenizer.ggml.bos_token_id")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]}:0 $A:0", pair=f"{tokens[bos]}:0 $A:0 $B:1", special_tokens=[(tokens[bos], bos)]
+        )
+    ids = {name: metadata(f"tokenizer.ggml.{key}_token_id") for name, key in _TEMPLATE_NAMES.items()}
+    ends = [metadata("tokenizer.ggml.eos_token_id"), metadata("tokenizer.ggml.eot_token_id")]
+    return TokenizerFiles(
+        json=tokenizer.to_str(),
+        chat_template=metadata("tokenizer.chat_template"),
+        special_tokens={name: tokens[index] for name, index in ids.items() if index is not None},
+        eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+    )
+
+
+def _byte_level_bpe(metadata: Metadata, tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
+    name = metadata("tokenizer.ggml.pre")
+    llama3 = name in ("llama-bpe", "llama3", "llama-v3")
+    if llama3:
+        split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
+        steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    elif name == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        steps = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    elif name in ("gpt-2", "gpt2"):
+        steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        raise OutriderError(
+            f"{path}: pre-tokenizer {name!r} is not implemented; implemented are smollm, llama-bpe and gpt-2. "
+            "Export from the Hugging Face folder instead"
+        )
+    merges = [tuple(merge.split(" ")) for merge in metadata("tokenizer.ggml.merges") or []]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama3))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, llama3
+
+
+def _sentencepiece_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown = metadata("tokenizer.ggml.unknown_token_id")
+    model = models.BPE(
+        vocabulary,
+        _merges_from_scores(vocabulary, metadata("tokenizer.ggml.scores")),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    prefix = metadata("tokenizer.ggml.add_space_prefix")
+    prefix = True if prefix is None else prefix
+    steps = [normalizers.Replace(" ", _SPACE)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *steps] if prefix else steps)
+    undo = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefix else undo)
+    return tokenizer
+
+
+def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the neighbours whose union scores highest; so every split of a token is a merge, best first."""
+    merges = []
+    for token, index in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[index], index, vocabulary[left], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
+
+
+def _add_special_tokens(tokenizer: Tokenizer, kinds: list[int], tokens: list[str]) -> None:
+    for kind, token in zip(kinds, tokens, strict=False):
+        if kind == _CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False)])

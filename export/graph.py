@@ -1,0 +1,107 @@
+"""Building an ONNX graph whose weights go straight to a file: nodes stay in memory, tensors do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+WEIGHTS_FILE = "weights.bin"
+CONTRIB = "com.microsoft"
+# ONNX Runtime maps external tensors: an offset that is a multiple of the page size needs no copy.
+_ALIGNMENT = 4096
+
+
+class GraphBuilder:
+    """Collects nodes and writes initializers to ``weights`` as they come.
+
+    Args:
+        weights: the open file that becomes ``weights.bin`` beside the graph.
+        float_dtype: the dtype of activations and caches.
+    """
+
+    def __init__(self, weights: BinaryIO, float_dtype: np.dtype[Any], opset: int) -> None:
+        self.float_dtype = float_dtype
+        self._weights = weights
+        self._opset = opset
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: dict[str, TensorProto] = {}
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+
+    def input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> str:
+        self._inputs.append(_value_info(name, dtype, shape))
+        return name
+
+    def output(self, name: str, dtype: Any, shape: Sequence[int | str]) -> str:
+        self._outputs.append(_value_info(name, dtype, shape))
+        return name
+
+    def node(self, op: str, inputs: Sequence[str], name: str, *, domain: str = "", **attributes: Any) -> str:
+        """Add a node with one output, called ``name``."""
+        self.nodes(op, inputs, [name], domain=domain, **attributes)
+        return name
+
+    def nodes(self, op: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attributes: Any) -> None:
+        """Add a node with any outputs; "" leaves an optional one out."""
+        name = next(output for output in outputs if output)
+        self._nodes.append(helper.make_node(op, inputs, outputs, name=f"{name}/{op}", domain=domain, **attributes))
+
+    def constant(self, name: str, value: Any, dtype: Any = np.int64) -> str:
+        """A small constant, kept in the graph itself. Asking again for the same name returns it."""
+        if name not in self._initializers:
+            self._initializers[name] = numpy_helper.from_array(np.asarray(value, dtype), name)
+        return name
+
+    def weight(self, name: str, dtype: Any, shape: Sequence[int], slabs: Iterable[NDArray[Any]]) -> str:
+        """A large constant, appended to the weights file slab by slab along the first axis."""
+        self._pad()
+        offset = self._weights.tell()
+        for slab in slabs:
+            self._weights.write(np.ascontiguousarray(slab, dtype=dtype).data)
+        written, needed = self._weights.tell() - offset, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        assert written == needed, f"{name}: {written} bytes written, {needed} needed"
+        self._initializers[name] = _external_tensor(name, dtype, shape, offset, written)
+        return name
+
+    def alias(self, name: str, weight: str, shape: Sequence[int]) -> str:
+        """The same bytes of the weights file under another shape: tied tensors are stored once."""
+        tensor = TensorProto()
+        tensor.CopyFrom(self._initializers[weight])
+        tensor.name = name
+        tensor.dims[:] = shape
+        self._initializers[name] = tensor
+        return name
+
+    def model(self, name: str) -> onnx.ModelProto:
+        graph = helper.make_graph(
+            self._nodes, name, self._inputs, self._outputs, initializer=list(self._initializers.values())
+        )
+        opsets = [helper.make_opsetid("", self._opset)]
+        if any(node.domain == CONTRIB for node in self._nodes):
+            opsets.append(helper.make_opsetid(CONTRIB, 1))
+        return helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="outrider")
+
+    def _pad(self) -> None:
+        self._weights.write(bytes(-self._weights.tell() % _ALIGNMENT))
+
+
+def save_model(model: onnx.ModelProto, path: Path) -> None:
+    path.write_bytes(model.SerializeToString())
+
+
+def _value_info(name: str, dtype: Any, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
+
+
+def _external_tensor(name: str, dtype: Any, shape: Sequence[int], offset: int, length: int) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims=shape)
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", WEIGHTS_FILE), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+    return tensor

@@ -1,0 +1,116 @@
+"""Checkpoints as Hugging Face folders: config.json, safetensors in one file or in shards, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engines.errors import OutriderError
+from outrider.export.checkpoint import TokenizerFiles
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class HuggingFaceCheckpoint:
+    """See ``checkpoint.Checkpoint``. Files are opened for each read and closed again: nothing stays mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / "config.json").is_file():
+            raise OutriderError(f"{path} has no config.json; pass the folder of a Hugging Face checkpoint")
+        self.config: dict[str, Any] = _read_json(path / "config.json")
+        self._file_of = self._index()
+        self._shapes = self._read_shapes()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name)
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        with _open(self._file_of[name]) as file:
+            rows = file.get_slice(name)[start:stop]
+        return np.ascontiguousarray(rows, dtype=np.float32)
+
+    def tokenizer(self) -> TokenizerFiles:
+        path = self.path / "tokenizer.json"
+        if not path.is_file():
+            raise OutriderError(
+                f"{self.path} has no tokenizer.json; save the tokenizer with a fast tokenizer of transformers first"
+            )
+        settings = _read_json_if_there(self.path / "tokenizer_config.json")
+        special = {name: _token_text(settings[name]) for name in _TEMPLATE_NAMES if settings.get(name)}
+        eos = _read_json_if_there(self.path / "generation_config.json").get("eos_token_id")
+        eos = self.config.get("eos_token_id") if eos is None else eos
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return TokenizerFiles(
+            json=path.read_text(encoding="utf-8"),
+            chat_template=self._chat_template(settings),
+            special_tokens=special,
+            eos_token_ids=tuple(ids),
+        )
+
+    def _chat_template(self, settings: dict[str, Any]) -> str | None:
+        path = self.path / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several named templates: the default one is the chat's
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return template
+
+    def _index(self) -> dict[str, Path]:
+        if (self.path / _INDEX).is_file():
+            weight_map = _read_json(self.path / _INDEX).get("weight_map", {})
+            files = {name: self.path / file for name, file in weight_map.items()}
+        elif (self.path / _SINGLE).is_file():
+            with _open(self.path / _SINGLE) as file:
+                files = dict.fromkeys(file.keys(), self.path / _SINGLE)
+        else:
+            raise OutriderError(f"{self.path} has neither {_SINGLE} nor {_INDEX}; pickled weights are never read")
+        for path in sorted(set(files.values())):
+            if not path.is_file():
+                raise OutriderError(f"{path} is missing, and {_INDEX} names it; download the shard again")
+        return files
+
+    def _read_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in sorted(set(self._file_of.values())):
+            with _open(path) as file:
+                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+        for name, path in self._file_of.items():
+            if name not in shapes:
+                raise OutriderError(f"{path} has no tensor {name}, and {_INDEX} names it; download the shard again")
+        return shapes
+
+
+def _open(path: Path) -> Any:
+    import ml_dtypes  # noqa: F401  teaches numpy the name bfloat16
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise OutriderError(f"{path} is damaged or cut short ({error}); download it again") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OutriderError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise OutriderError(f"{path} holds no JSON object")
+    return content
+
+
+def _read_json_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
+def _token_text(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])

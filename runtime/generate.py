@@ -1,0 +1,201 @@
+"""Text in, text out: a bundle loaded once, requests generated from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.engines.bundle import Bundle, ModelInfo
+from outrider.engines.engine import PREFILL_CHUNK
+from outrider.engines.errors import OutriderError
+from outrider.engines.ort import OrtEngine
+from outrider.engines.probe import probe_rows
+from outrider.runtime.commit import Origin, Output
+from outrider.runtime.decode import decode
+from outrider.runtime.drafters import Drafter, NoDrafter
+from outrider.runtime.drafters.model import ModelDrafter
+from outrider.runtime.drafters.ngram import NgramDrafter
+from outrider.runtime.sequence import CachedModel
+from outrider.runtime.stats import DecodeStats
+from outrider.runtime.text import Message, TextCodec, TextStream
+
+DRAFTERS = ("model", "ngram", "none")
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """``exactness`` is ``bitwise`` when the rows of this engine were proved equal: the text is plain decoding's own."""
+
+    text: str
+    token_ids: list[int]
+    origins: list[Origin]
+    finish_reason: str
+    drafter: str
+    num_draft_tokens: int
+    exactness: str
+    stats: DecodeStats
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self) | {"origins": [origin.value for origin in self.origins], "stats": self.stats.as_dict()}
+
+
+@dataclass(frozen=True)
+class StreamedToken:
+    """A committed token and the text that became certain with it ("" inside a character)."""
+
+    token_id: int
+    text: str
+    origin: Origin
+
+
+class Pipeline:
+    """A loaded bundle. It holds the caches of one sequence: a new request takes them over from the last."""
+
+    def __init__(self, bundle: Bundle, *, threads: int | None = None, provider: str = "cpu") -> None:
+        self.bundle = bundle
+        self.manifest = bundle.manifest
+        self.codec = TextCodec(bundle)
+        self.target_engine = self._open(self.manifest.target, threads, provider)
+        self.draft_engine = self._open(self.manifest.draft, threads, provider) if self.manifest.draft else None
+        self.exactness, min_rows = self._prove_rows()
+        self.target = CachedModel(self.target_engine, min_rows)
+        self.draft = CachedModel(self.draft_engine, self.draft_engine.info.min_rows) if self.draft_engine else None
+        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
+        if self.draft is not None:
+            self._drafters["model"] = ModelDrafter(self.draft, self.manifest.eos_token_ids)
+        self._request = 0
+
+    @classmethod
+    def load(cls, folder: str | Path, *, threads: int | None = None, provider: str = "cpu") -> Pipeline:
+        """Open a bundle.
+
+        Args:
+            threads: of each engine; by default all processors this process may use.
+            provider: ``cpu`` or ``cuda``.
+
+        Raises:
+            OutriderError: the bundle is not whole, or its engine cannot run here.
+        """
+        return cls(Bundle(folder), threads=threads, provider=provider)
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        max_new_tokens: int = 128,
+        k: int | None = None,
+        drafter: str | None = None,
+    ) -> GenerationResult:
+        """The whole answer at once; see ``stream``."""
+        return self.stream(prompt, max_new_tokens=max_new_tokens, k=k, drafter=drafter).result()
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        max_new_tokens: int = 128,
+        k: int | None = None,
+        drafter: str | None = None,
+    ) -> Generation:
+        """Start a greedy request.
+
+        Args:
+            prompt: a text as it is, or chat messages (``role``, ``content``) for the chat template.
+            max_new_tokens: at least 0; less are generated at the end of the sequence or where the context is full.
+            k: draft tokens a round, 0 for plain decoding; by default the middle tier of the bundle.
+            drafter: ``model``, ``ngram`` or ``none``; by default the draft model where there is one.
+
+        Raises:
+            OutriderError: an empty or too long prompt, a K above the tiers, a drafter that the bundle has not.
+        """
+        ids = self.codec.encode(prompt)
+        if max_new_tokens < 0:
+            raise OutriderError(f"max_new_tokens {max_new_tokens} is negative; use 0 or more")
+        if len(ids) >= self.manifest.max_length:
+            raise OutriderError(
+                f"the prompt has {len(ids)} tokens, this bundle takes at most {self.manifest.max_length - 1}; "
+                "shorten it or export with a larger --max-length"
+            )
+        name, k = self._choose_drafter(drafter, k)
+        room = min(max_new_tokens, self.manifest.max_length - len(ids))
+        return Generation(self, ids, name, k, Output(room, self.manifest.eos_token_ids))
+
+    def _choose_drafter(self, drafter: str | None, k: int | None) -> tuple[str, int]:
+        tiers = self.manifest.tiers
+        name = drafter or ("model" if self.draft else "ngram")
+        if name not in DRAFTERS:
+            raise OutriderError(f"unknown drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
+        if name not in self._drafters:
+            raise OutriderError("this bundle has no draft model; use --drafter ngram, or export with --draft PATH")
+        k = tiers[len(tiers) // 2] if k is None else k
+        if not 0 <= k <= max(tiers):
+            raise OutriderError(
+                f"K = {k} is outside 0 to {max(tiers)}, the largest tier of this bundle; export with --k {k}"
+                if k > 0
+                else f"K = {k} is negative; use 0 for plain decoding"
+            )
+        return ("none", 0) if k == 0 or name == "none" else (name, k)
+
+    def _open(self, info: ModelInfo, threads: int | None, provider: str) -> OrtEngine:
+        rows = () if provider == "cpu" else (1, 2, *(tier + 1 for tier in self.manifest.tiers), PREFILL_CHUNK)
+        return OrtEngine(self.bundle.path(info.graph), info, provider=provider, threads=threads, row_tiers=rows)
+
+    def _prove_rows(self) -> tuple[str, int]:
+        """The export's proof holds for the machine it ran on; elsewhere kernels may differ, and it is run again."""
+        info, engine = self.manifest.target, self.target_engine
+        if info.device == engine.device:
+            return info.exactness, info.min_rows
+        probe = probe_rows(engine, [tier + 1 for tier in self.manifest.tiers])
+        return probe.exactness, probe.min_rows
+
+
+class Generation:
+    """A running request: iterate over its tokens, or take the result. Leaving it halfway needs no clean-up."""
+
+    def __init__(
+        self, pipeline: Pipeline, prompt: list[int], drafter: str, num_draft_tokens: int, output: Output
+    ) -> None:
+        self._pipeline = pipeline
+        self._prompt = prompt
+        self._drafter = drafter
+        self._num_draft_tokens = num_draft_tokens
+        self._output = output
+        self._stats = DecodeStats(num_prompt_tokens=len(prompt))
+        self._tokens = self._run()
+
+    def __iter__(self) -> Iterator[StreamedToken]:
+        return self._tokens
+
+    def result(self) -> GenerationResult:
+        """Generate what is left and return the whole."""
+        for _ in self._tokens:
+            pass
+        output = self._output
+        return GenerationResult(
+            text=self._pipeline.codec.decode(output.tokens),
+            token_ids=output.tokens,
+            origins=output.origins,
+            finish_reason=output.finish_reason or "length",
+            drafter=self._drafter,
+            num_draft_tokens=self._num_draft_tokens,
+            exactness=self._pipeline.exactness,
+            stats=self._stats,
+        )
+
+    def _run(self) -> Iterator[StreamedToken]:
+        pipeline, output, stats = self._pipeline, self._output, self._stats
+        if output.remaining == 0:
+            return
+        pipeline._request += 1
+        mine = pipeline._request
+        drafter = pipeline._drafters[self._drafter]
+        text = TextStream(pipeline.codec)
+        rounds = decode(pipeline.target, drafter, self._prompt, self._num_draft_tokens, output, stats)
+        for count, token in enumerate(rounds, start=1):
+            last = count == len(output.tokens) and output.finish_reason is not None
+            piece = text.push(token) + (text.finish(output.tokens) if last else "")
+            yield StreamedToken(token, piece, output.origins[count - 1])
+            if pipeline._request != mine:
+                raise OutriderError("a newer request took over this pipeline's cache; load a second Pipeline to run two")

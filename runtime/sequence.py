@@ -1,0 +1,50 @@
+"""A model and the cache of one sequence: append tokens, get logits, roll back by forgetting a length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engines.engine import PREFILL_CHUNK, Engine
+
+
+class CachedModel:
+    """An engine with the number of tokens that its cache holds.
+
+    ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded.
+    ``passes`` and ``seconds`` count the engine's work, so that the rest of a round is the host's.
+    """
+
+    def __init__(self, engine: Engine, min_rows: int) -> None:
+        self.engine = engine
+        self.min_rows = min_rows
+        self.length = 0
+        self.passes = 0
+        self.seconds = 0.0
+        self._lengths = np.zeros(1, np.int32)
+
+    def extend(self, tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
+        """Append ``tokens``; logits ``[min(n, logit_rows), V]`` after the last of them, valid until the next call."""
+        ids = np.array(tokens, np.int64)[None]
+        for start in range(0, ids.shape[1], PREFILL_CHUNK):
+            logits = self._pass(ids[:, start : start + PREFILL_CHUNK], logit_rows)
+        return logits[-logit_rows:]
+
+    def rollback(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens: what lies behind them is overwritten, nothing is copied."""
+        assert 0 <= length <= self.length, (length, self.length)
+        self.length = length
+
+    def _pass(self, ids: NDArray[np.int64], logit_rows: int) -> NDArray[np.float32]:
+        rows = ids.shape[1]
+        plan = self.engine.plan(max(rows, self.min_rows), max(min(rows, logit_rows), self.min_rows))
+        self._lengths[0] = self.length
+        start = perf_counter()
+        logits = plan.run(ids, self._lengths)[0]
+        self.seconds += perf_counter() - start
+        self.passes += 1
+        self.length += rows
+        return logits

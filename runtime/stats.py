@@ -1,0 +1,90 @@
+"""What a request cost and what speculation brought, under the field's names (vLLM's per-request metrics)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+
+class Worker(Protocol):
+    """Something whose engine work is counted: passes run and the seconds they took."""
+
+    @property
+    def passes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+@dataclass
+class DecodeStats:
+    """Counters and seconds of one request.
+
+    ``num_spec_steps`` are rounds, those with nothing drafted included; ``acceptance_histogram[a]`` the rounds in which
+    a draft tokens were accepted. The first token comes from the prefill and belongs to no round. The draft model's own
+    prefill is part of the first round: it is a cost of speculation.
+    """
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    draft_steps: int = 0
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        self.prefill_seconds += perf_counter() - start
+        self.num_output_tokens = 1
+
+    @contextmanager
+    def round(self, target: Worker, drafter: Worker) -> Iterator[None]:
+        start, verifying, drafting, steps = perf_counter(), target.seconds, drafter.seconds, drafter.passes
+        yield
+        self.decode_seconds += perf_counter() - start
+        self.target_seconds += target.seconds - verifying
+        self.draft_seconds += drafter.seconds - drafting
+        self.draft_steps += drafter.passes - steps
+        self.num_spec_steps += 1
+
+    def count(self, committed: int, proposed: int, accepted: int) -> None:
+        self.num_output_tokens += committed
+        self.num_draft_tokens += proposed
+        self.num_accepted_draft_tokens += accepted
+        self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
+        self.acceptance_histogram[accepted] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per verify pass, correction or bonus token included; 1 for plain decoding."""
+        return (self.num_output_tokens - 1) / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """alpha: accepted / proposed draft tokens; 0 when nothing was drafted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding, the prefill left out."""
+        return (self.num_output_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def host_microseconds_per_round(self) -> float:
+        """Time of a round in which no engine ran."""
+        host = self.decode_seconds - self.target_seconds - self.draft_seconds
+        return 1e6 * host / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        derived = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second", "host_microseconds_per_round")
+        return vars(self) | {name: getattr(self, name) for name in derived}
