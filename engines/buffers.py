@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ class Buffer:
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: str) -> None:
         import onnxruntime as ort
 
-        # Zeroed memory is only reserved until it is touched: a long cache costs what is used of it.
-        self.array: NDArray[Any] = np.zeros(shape, dtype)
+        # Mapped memory is only reserved until a page of it is touched, so a long cache costs what is used of it.
+        # numpy's own allocations ask for huge pages, of which a few tokens would touch them all.
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self.array: NDArray[Any] = np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
         self.on_host = device == "cpu"
         self.value = ort.OrtValue.ortvalue_from_numpy(self.array, device, 0)
 

@@ -1,12 +1,12 @@
 """The bundle: a folder with a manifest, the graphs and weights of a target and its draft, and the tokenizer.
 
-    bundle/
-      manifest.json        what is inside, how it was checked, sha256 of every other file
-      target/model.onnx    one graph a model, for prefill, verify and plain decoding
-      target/weights.bin
-      draft/...            absent when the bundle was exported with ``--draft none``
-      tokenizer.json
-      chat_template.jinja  absent when the checkpoint has none
+bundle/
+  manifest.json        what is inside, how it was checked, sha256 of every other file
+  target/model.onnx    one graph a model, for prefill, verify and plain decoding
+  target/weights.bin
+  draft/...            absent when the bundle was exported with ``--draft none``
+  tokenizer.json
+  chat_template.jinja  absent when the checkpoint has none
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from outrider.engines.errors import OutriderError
 
@@ -78,21 +78,11 @@ class Bundle:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         record = _read_manifest(self.folder)
-        self.files: dict[str, dict[str, Any]] = record["files"]
         try:
-            body = dict(record["manifest"])
-            draft = body.pop("draft")
-            self.manifest = Manifest(
-                **{
-                    **body,
-                    "tiers": tuple(body["tiers"]),
-                    "eos_token_ids": tuple(body["eos_token_ids"]),
-                    "target": ModelInfo(**body["target"]),
-                    "draft": ModelInfo(**draft) if draft else None,
-                }
-            )
-        except (KeyError, TypeError) as error:
-            raise OutriderError(f"{self.folder / MANIFEST} is damaged ({error}); export the bundle again") from None
+            self.files: dict[str, dict[str, Any]] = _parse(dict[str, dict[str, Any]], record.get("files"), "files")
+            self.manifest: Manifest = _parse(Manifest, record.get("manifest"), "manifest")
+        except ValueError as error:
+            raise OutriderError(f"{self.folder / MANIFEST} is damaged: {error}; export the bundle again") from None
         for name, entry in self.files.items():
             _verify_file(self.folder, name, entry)
         required = [TOKENIZER, *(model.graph for model in (self.manifest.target, self.manifest.draft) if model)]
@@ -117,19 +107,21 @@ def new_bundle(folder: str | Path) -> Iterator[Path]:
         OutriderError: ``folder`` exists, its parent does not, or the disk is full.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise OutriderError(f"{folder} exists; remove it or choose another --out")
-    if not folder.parent.is_dir():
-        raise OutriderError(f"{folder.parent} does not exist; create it or choose another --out")
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    work = None
     try:
+        if folder.exists():
+            raise OutriderError(f"{folder} exists; remove it or choose another --out")
+        if not folder.parent.is_dir():
+            raise OutriderError(f"there is no folder {folder.parent}; create it or choose another --out")
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         yield work
         work.chmod(0o755)
         work.rename(folder)
     except OSError as error:
         raise OutriderError(f"could not write {folder}: {error.strerror or error}; nothing was kept") from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def write_manifest(work: Path, manifest: Manifest) -> None:
@@ -161,7 +153,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OutriderError(f"{path} is not valid JSON ({error}); export the bundle again") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("files"), dict):
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise OutriderError(f"{path} is not an Outrider manifest; export the bundle again")
     if record.get("version") != VERSION:
         raise OutriderError(
@@ -171,12 +163,35 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return record
 
 
+def _parse(kind: Any, value: Any, name: str) -> Any:
+    """JSON ``value`` as ``kind``: a dataclass, an optional, a tuple or dict of one kind, or a plain type.
+
+    Raises:
+        ValueError: naming the field that is missing, unknown or of another kind.
+    """
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        for field in sorted(hints.keys() ^ value.keys()):
+            raise ValueError(f"{name}.{field} is {'missing' if field in hints else 'unknown'}")
+        return origin(**{field: _parse(hint, value[field], f"{name}.{field}") for field, hint in hints.items()})
+    if type(None) in args:
+        return None if value is None else _parse(args[0], value, name)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_parse(args[0], item, name) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _parse(args[1], item, f"{name}.{key}") for key, item in value.items()}
+    if kind is Any or (kind in (str, int, float) and isinstance(value, (int, float) if kind is float else kind)):
+        return value
+    raise ValueError(f"{name} is {value!r}")
+
+
 def _inside(folder: Path, name: str) -> Path:
     """``folder / name``, refused when it would leave the folder (also through a link)."""
     pure = PurePosixPath(name)
     path = folder / name
-    leaves = pure.is_absolute() or ".." in pure.parts or not path.resolve().is_relative_to(folder.resolve())
-    if leaves:
+    strange = pure.is_absolute() or ".." in pure.parts or "\0" in name
+    if strange or not path.resolve().is_relative_to(folder.resolve()):
         raise OutriderError(f"{folder / MANIFEST} names {name!r}, which is outside the bundle; do not use this bundle")
     return path
 

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from outrider.engines.bundle import ModelInfo
 
-
 PREFILL_CHUNK = 256  # rows of a prefill pass; a longer prompt takes several
 
 
@@ -44,7 +43,7 @@ class Engine(Protocol):
     device: str
 
     def plan(self, rows: int, logit_rows: int) -> Plan:
-        """The smallest plan that takes ``rows`` tokens and gives ``logit_rows`` rows of logits; made once, then reused."""
+        """The smallest plan that takes ``rows`` tokens and gives ``logit_rows`` rows of logits; made once and kept."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -2,4 +2,7 @@
 
 
 class OutriderError(Exception):
-    """A failure that the user can cause and mend: the message says what is wrong, where, and what to do."""
+    """A failure that the user can cause and mend: one line that says what is wrong, where, and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # messages quote other libraries, which may use several lines

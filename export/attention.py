@@ -46,6 +46,7 @@ class FusedLowering:
     """Args: ``spare_row`` repeats a row inside attention, so that one-row passes take the many-row kernel."""
 
     opset = 21
+    head_dim_multiple = 16  # of the CPU kernel with rotary positions
 
     def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int, *, spare_row: bool, ragged: bool) -> None:
         self._graph = graph

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.engine import Engine
 from outrider.engines.errors import OutriderError
-from outrider.export.checkpoint import Checkpoint
-from outrider.export.reference import reference_logits
-from outrider.export.spec import DecoderSpec
 
 # Largest mean Kullback-Leibler divergence (nats) of the engine's next-token law from the checkpoint's, and for float
 # weights the largest difference of a logit. Quantization moves logits, so there only the law is bounded.
@@ -20,9 +18,9 @@ _LOGIT_LIMITS = {"fp32": 1e-2, "fp16": 0.5}
 
 
 def check_engine(
-    engine: Engine, spec: DecoderSpec, checkpoint: Checkpoint, ids: Sequence[int], precision: str
+    engine: Engine, expected: NDArray[np.float32], ids: Sequence[int], precision: str, source: Path
 ) -> dict[str, float]:
-    """Compare logits over a short text.
+    """Compare logits over a short text with those of ``reference.reference_logits``.
 
     Returns:
         ``max_difference`` (logits), ``kl`` (mean over positions, nats), ``same_argmax`` (share of positions).
@@ -31,7 +29,6 @@ def check_engine(
         OutriderError: the difference is over the limit of the precision, or not a number.
     """
     tokens = np.asarray(ids, np.int64)
-    expected = reference_logits(spec, checkpoint, tokens)
     rows = max(2, len(tokens))
     found = engine.plan(rows, rows).run(tokens[None], np.zeros(1, np.int32))[0].copy()
     law, other = _log_softmax(expected), _log_softmax(found)
@@ -40,7 +37,7 @@ def check_engine(
     limit = _LOGIT_LIMITS.get(precision, np.inf)
     if not (kl <= _KL_LIMITS[precision] and difference <= limit):
         raise OutriderError(
-            f"the {precision} engine is not the model in {checkpoint.path}: logits differ by up to {difference:.3g}, "
+            f"the {precision} engine is not the model in {source}: logits differ by up to {difference:.3g}, "
             f"KL {kl:.3g} nats (limit {_KL_LIMITS[precision]:g}); no bundle was written"
         )
     same = float((expected.argmax(axis=-1) == found.argmax(axis=-1)).mean())

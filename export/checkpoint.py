@@ -1,4 +1,4 @@
-"""A checkpoint, whatever its file format: config, tensors read on demand, tokenizer. The rest of export sees only this."""
+"""A checkpoint, whatever its file format: config, tensors read on demand, tokenizer. Export sees only this."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from outrider.engines.errors import OutriderError
 from outrider.export.attention import FusedLowering, Lowering, StandardLowering
 from outrider.export.checkpoint import Checkpoint, read_all, read_rows
 from outrider.export.graph import GraphBuilder
-from outrider.export.quantize import Matrix, store_matrix
+from outrider.export.quantize import BLOCK_SIZE, Matrix, store_matrix
 from outrider.export.spec import DecoderSpec
 
 Progress = Callable[[str], None]
@@ -48,12 +48,22 @@ def build_decoder(
         progress: called with the name of each part when it is written (embedding, each layer, head).
 
     Raises:
-        OutriderError: a lowering that cannot express the precision.
+        OutriderError: a lowering that cannot express the precision, or a size that its operators do not take.
     """
     float_dtype = np.dtype(np.float16 if precision == "fp16" else np.float32)
     blocks = precision in ("int8", "int4")
     if lowering == "standard" and blocks:
         raise OutriderError(f"--lowering standard has no {precision} yet; use fp32 or fp16, or --lowering fused")
+    if blocks and spec.hidden_size % BLOCK_SIZE:
+        raise OutriderError(
+            f"{checkpoint.path}: hidden_size is {spec.hidden_size}, and {precision} needs a multiple of {BLOCK_SIZE}; "
+            "use fp32 or fp16"
+        )
+    if lowering == "fused" and spec.head_dim % FusedLowering.head_dim_multiple:
+        raise OutriderError(
+            f"{checkpoint.path}: head_dim is {spec.head_dim}, and --lowering fused needs a multiple of "
+            f"{FusedLowering.head_dim_multiple}; use --lowering standard"
+        )
     graph = GraphBuilder(weights, float_dtype, FusedLowering.opset if lowering == "fused" else StandardLowering.opset)
     lowered: Lowering
     if lowering == "fused":
@@ -118,7 +128,7 @@ class _Decoder:
         graph.input("cache_lengths", np.int32, ["batch"])
         graph.input("logit_rows", np.int64, ["batch", "logit_rows"])
         graph.output("logits", np.float32, ["batch", "logit_rows", spec.vocab_size])
-        shape = ["batch", spec.num_kv_heads, self.capacity, spec.head_dim]
+        shape: list[int | str] = ["batch", spec.num_kv_heads, self.capacity, spec.head_dim]
         for layer in range(spec.num_layers):
             for kind in ("key", "value"):
                 graph.input(f"past_{kind}.{layer}", graph.float_dtype, shape)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.engines.bundle import CHAT_TEMPLATE, TOKENIZER, Manifest, ModelInfo, new_bundle, write_manifest
@@ -22,6 +23,7 @@ from outrider.export.decoder import build_decoder
 from outrider.export.graph import WEIGHTS_FILE, save_model
 from outrider.export.pair import check_pair, vocabulary
 from outrider.export.quantize import PRECISIONS
+from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 
 _CHECK_TEXT = "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon for the first time."
@@ -123,9 +125,11 @@ class _ModelJob:
 
     def run(self, work: Path, tokenizer: TokenizerFiles) -> ModelInfo:
         info = self._write(work)
-        engine = OrtEngine(work / info.graph, info, threads=self.threads)
         ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
-        check = check_engine(engine, self.spec, self.checkpoint, ids, self.options.precision)
+        # Before the engine is loaded, so that only one of the two needs memory.
+        expected = reference_logits(self.spec, self.checkpoint, np.array(ids))
+        engine = OrtEngine(work / info.graph, info, threads=self.threads)
+        check = check_engine(engine, expected, ids, self.options.precision, self.checkpoint.path)
         self.steps.step(f"{self.role}: compared with the checkpoint")
         probe = self._probe(engine)
         self.steps.step(f"{self.role}: row probe")

@@ -7,8 +7,10 @@ are translated, and the row order that llama.cpp gives rotary projections is und
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.gguf_tokenizer import tokenizer_from_metadata
 
-_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _ROPE_FACTORS = "rope_freqs.weight"
 # Hugging Face config key -> GGUF key behind the architecture's prefix.
 _CONFIG_KEYS = {
@@ -40,10 +42,8 @@ class GGUFCheckpoint:
         import gguf
 
         self.path = path
-        try:
+        with _damage_named(path):
             self._reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OSError) as error:
-            raise OutriderError(f"{path} is damaged or cut short ({error}); download it again") from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         for tensor in self._tensors.values():
             if tensor.tensor_type.name not in _TYPES:
@@ -51,8 +51,9 @@ class GGUFCheckpoint:
                     f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}; "
                     f"types that can be read: {', '.join(_TYPES)}"
                 )
-        self.config = self._config()
-        self._names = gguf.get_tensor_name_map(self._architecture(), self.config["num_hidden_layers"])
+        with _damage_named(path):
+            self.config = self._config()
+            self._names = gguf.get_tensor_name_map(self._architecture(), self.config["num_hidden_layers"])
 
     def metadata(self, key: str) -> Any:
         """A metadata value as Python data, or None."""
@@ -71,7 +72,8 @@ class GGUFCheckpoint:
         return _undo_rotary_order(self._dequantize(tensor, 0, tensor.data.shape[0]), heads)[start:stop]
 
     def tokenizer(self) -> TokenizerFiles:
-        return tokenizer_from_metadata(self.metadata, self.path)
+        with _damage_named(self.path):
+            return tokenizer_from_metadata(self.metadata, self.path)
 
     def _dequantize(self, tensor: Any, start: int, stop: int) -> NDArray[np.float32]:
         import gguf
@@ -79,7 +81,7 @@ class GGUFCheckpoint:
         rows = gguf.dequantize(tensor.data[start:stop], tensor.tensor_type).astype(np.float32, copy=True)
         # The reader maps the whole file; pages already read need not stay in memory.
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._reader.data._mmap.madvise(mmap.MADV_DONTNEED)
+            cast(mmap.mmap, self._reader.data.base).madvise(mmap.MADV_DONTNEED)
         return rows
 
     def _gguf_name(self, name: str) -> str:
@@ -131,6 +133,15 @@ class GGUFCheckpoint:
         if kind in (None, "none"):
             return None
         return {"rope_type": kind, "factor": self.metadata(f"{prefix}.rope.scaling.factor")}
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """The reader checks little: in a damaged file it trips over lengths, types and bytes that make no sense."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, ArithmeticError, OSError) as error:
+        raise OutriderError(f"{path} is damaged or cut short ({error}); download it again") from error
 
 
 def _undo_rotary_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

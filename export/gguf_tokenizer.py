@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import TokenizerFiles
 
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 _TEMPLATE_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Llama 3: contractions, words with one leading non-letter, numbers of up to three digits, punctuation, spaces.
@@ -36,13 +36,13 @@ def tokenizer_from_metadata(metadata: Metadata, path: Path) -> TokenizerFiles:
     if kind == "gpt2":
         tokenizer, bos_by_default = _byte_level_bpe(metadata, tokens, path)
     elif kind == "llama":
-        tokenizer, bos_by_default = _sentencepiece_bpe(metadata, tokens), True
+        tokenizer, bos_by_default = _sentencepiece_bpe(metadata, tokens, path), True
     else:
         raise OutriderError(f"{path}: tokenizer model {kind!r} is not implemented; implemented are gpt2 and llama")
     _add_special_tokens(tokenizer, metadata("tokenizer.ggml.token_type") or [], tokens)
     add_bos = metadata("tokenizer.ggml.add_bos_token")
     if bos_by_default if add_bos is None else add_bos:
-        bos = metadata("tokenizer.ggml.bos_token_id")
+        bos = _required(metadata, "tokenizer.ggml.bos_token_id", path)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]}:0 $A:0", pair=f"{tokens[bos]}:0 $A:0 $B:1", special_tokens=[(tokens[bos], bos)]
         )
@@ -54,6 +54,13 @@ def tokenizer_from_metadata(metadata: Metadata, path: Path) -> TokenizerFiles:
         special_tokens={name: tokens[index] for name, index in ids.items() if index is not None},
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
     )
+
+
+def _required(metadata: Metadata, key: str, path: Path) -> Any:
+    value = metadata(key)
+    if value is None:
+        raise OutriderError(f"{path} has no {key}, which its tokenizer needs; convert the checkpoint again")
+    return value
 
 
 def _byte_level_bpe(metadata: Metadata, tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
@@ -72,7 +79,7 @@ def _byte_level_bpe(metadata: Metadata, tokens: list[str], path: Path) -> tuple[
             f"{path}: pre-tokenizer {name!r} is not implemented; implemented are smollm, llama-bpe and gpt-2. "
             "Export from the Hugging Face folder instead"
         )
-    merges = [tuple(merge.split(" ")) for merge in metadata("tokenizer.ggml.merges") or []]
+    merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges", path)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama3))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -80,12 +87,12 @@ def _byte_level_bpe(metadata: Metadata, tokens: list[str], path: Path) -> tuple[
     return tokenizer, llama3
 
 
-def _sentencepiece_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
+def _sentencepiece_bpe(metadata: Metadata, tokens: list[str], path: Path) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = metadata("tokenizer.ggml.unknown_token_id")
     model = models.BPE(
         vocabulary,
-        _merges_from_scores(vocabulary, metadata("tokenizer.ggml.scores")),
+        _merges_from_scores(vocabulary, _required(metadata, "tokenizer.ggml.scores", path)),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -101,7 +108,7 @@ def _sentencepiece_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores highest; so every split of a token is a merge, best first."""
+    """SentencePiece joins the neighbours whose union scores highest: every split of a token is a merge, best first."""
     merges = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
@@ -113,8 +120,9 @@ def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list
 
 
 def _add_special_tokens(tokenizer: Tokenizer, kinds: list[int], tokens: list[str]) -> None:
-    for kind, token in zip(kinds, tokens, strict=False):
-        if kind == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    """In two calls: each one rebuilds the tokenizer's search for added tokens."""
+    typed = list(zip(kinds, tokens, strict=False))
+    special = [token for kind, token in typed if kind in (_UNKNOWN, _CONTROL)]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    user_defined = [token for kind, token in typed if kind == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])

@@ -47,7 +47,9 @@ class GraphBuilder:
         self.nodes(op, inputs, [name], domain=domain, **attributes)
         return name
 
-    def nodes(self, op: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attributes: Any) -> None:
+    def nodes(
+        self, op: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attributes: Any
+    ) -> None:
         """Add a node with any outputs; "" leaves an optional one out."""
         name = next(output for output in outputs if output)
         self._nodes.append(helper.make_node(op, inputs, outputs, name=f"{name}/{op}", domain=domain, **attributes))

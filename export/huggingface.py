@@ -43,29 +43,45 @@ class HuggingFaceCheckpoint:
                 f"{self.path} has no tokenizer.json; save the tokenizer with a fast tokenizer of transformers first"
             )
         settings = _read_json_if_there(self.path / "tokenizer_config.json")
-        special = {name: _token_text(settings[name]) for name in _TEMPLATE_NAMES if settings.get(name)}
+        return TokenizerFiles(
+            json=_read_text(path),
+            chat_template=self._chat_template(settings),
+            special_tokens={name: self._token(settings, name) for name in _TEMPLATE_NAMES if settings.get(name)},
+            eos_token_ids=self._eos_token_ids(),
+        )
+
+    def _token(self, settings: dict[str, Any], name: str) -> str:
+        token = settings[name]
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            raise OutriderError(f"{self.path / 'tokenizer_config.json'}: {name} is {token!r}, not a token's text")
+        return text
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
         eos = _read_json_if_there(self.path / "generation_config.json").get("eos_token_id")
         eos = self.config.get("eos_token_id") if eos is None else eos
-        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        return TokenizerFiles(
-            json=path.read_text(encoding="utf-8"),
-            chat_template=self._chat_template(settings),
-            special_tokens=special,
-            eos_token_ids=tuple(ids),
-        )
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token, int) for token in ids):
+            raise OutriderError(f"{self.path}: eos_token_id is {eos!r}, not a token id or a list of them")
+        return tuple(ids)
 
     def _chat_template(self, settings: dict[str, Any]) -> str | None:
         path = self.path / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            return _read_text(path)
         template = settings.get("chat_template")
         if isinstance(template, list):  # several named templates: the default one is the chat's
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if template is not None and not isinstance(template, str):
+            raise OutriderError(f"{self.path / 'tokenizer_config.json'}: chat_template is {template!r}, not a text")
         return template
 
     def _index(self) -> dict[str, Path]:
         if (self.path / _INDEX).is_file():
-            weight_map = _read_json(self.path / _INDEX).get("weight_map", {})
+            weight_map = _read_json(self.path / _INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise OutriderError(f"{self.path / _INDEX} has no weight_map from tensors to files; download it again")
             files = {name: self.path / file for name, file in weight_map.items()}
         elif (self.path / _SINGLE).is_file():
             with _open(self.path / _SINGLE) as file:
@@ -98,9 +114,16 @@ def _open(path: Path) -> Any:
         raise OutriderError(f"{path} is damaged or cut short ({error}); download it again") from None
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise OutriderError(f"{path} cannot be read ({error})") from None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(_read_text(path))
     except ValueError as error:
         raise OutriderError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -110,7 +133,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:
     return _read_json(path) if path.is_file() else {}
-
-
-def _token_text(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])

@@ -103,8 +103,8 @@ def store_matrix(
 
 def quantize_blocks(rows: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """ONNX Runtime's symmetric round-to-nearest: ``[n, k]`` -> bytes ``[n, blocks, blob]``, scales ``[n, blocks]``."""
-    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantizer as Quantizer
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig as Config
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantizer as Quantizer
 
     config = Config(block_size=BLOCK_SIZE, is_symmetric=True, accuracy_level=_ACCURACY_INT8, bits=bits)
     packed, scales, _ = Quantizer(config).qbits_block_quant(np.ascontiguousarray(rows.T))

@@ -22,7 +22,7 @@ def inverse_frequencies(config: dict[str, Any], head_dim: int) -> NDArray[np.flo
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
     if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise OutriderError("partial_rotary_factor is not implemented for this family")
-    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequencies: NDArray[np.float64] = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return frequencies

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer looks like, said once: the graph, the reference and the shape checks all read this."""
+"""What a decoder-only transformer looks like, said once: for the graph, the reference and the shape checks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ class DecoderSpec:
     final_norm: str
     head: str
     layer_names: dict[str, str]
+
+    def __post_init__(self) -> None:
+        sizes = "hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size max_positions"
+        for name in sizes.split():
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise OutriderError(f"{name} is {size!r}, not a whole number from 1 up")
+        if self.num_heads % self.num_kv_heads:
+            raise OutriderError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
+        if self.head_dim % 2:
+            raise OutriderError(f"head_dim is {self.head_dim}, and rotary positions need pairs of dimensions")
+        if not isinstance(self.norm_epsilon, (int, float)):
+            raise OutriderError(f"norm_epsilon is {self.norm_epsilon!r}, not a number")
 
     @property
     def tied(self) -> bool:

@@ -8,4 +8,5 @@ from numpy.typing import NDArray
 
 def choose(logits: NDArray[np.float32]) -> NDArray[np.int64]:
     """Greedy choice: float32 ``[rows, V]`` -> int64 ``[rows]``; of equal logits the smallest id wins."""
-    return logits.argmax(axis=-1)
+    chosen: NDArray[np.int64] = logits.argmax(axis=-1)
+    return chosen

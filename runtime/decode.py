@@ -16,7 +16,12 @@ from outrider.runtime.stats import DecodeStats
 
 
 def decode(
-    target: CachedModel, drafter: Drafter, prompt: Sequence[int], num_draft_tokens: int, output: Output, stats: DecodeStats
+    target: CachedModel,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    num_draft_tokens: int,
+    output: Output,
+    stats: DecodeStats,
 ) -> Iterator[int]:
     """Generate into ``output``; yields each token when it is committed, and can be left at any of them.
 

@@ -110,32 +110,55 @@ class Pipeline:
         Raises:
             OutriderError: an empty or too long prompt, a K above the tiers, a drafter that the bundle has not.
         """
-        ids = self.codec.encode(prompt)
+        ids = self.encode(prompt)
         if max_new_tokens < 0:
             raise OutriderError(f"max_new_tokens {max_new_tokens} is negative; use 0 or more")
+        name, k = self._choose_drafter(drafter, k)
+        room = min(max_new_tokens, self.manifest.max_length - len(ids))
+        return Generation(self, ids, name, k, Output(room, self.manifest.eos_token_ids))
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            OutriderError: it is empty, no text, or leaves no room for a token.
+        """
+        ids = self.codec.encode(prompt)
         if len(ids) >= self.manifest.max_length:
             raise OutriderError(
                 f"the prompt has {len(ids)} tokens, this bundle takes at most {self.manifest.max_length - 1}; "
                 "shorten it or export with a larger --max-length"
             )
-        name, k = self._choose_drafter(drafter, k)
-        room = min(max_new_tokens, self.manifest.max_length - len(ids))
-        return Generation(self, ids, name, k, Output(room, self.manifest.eos_token_ids))
+        return ids
 
-    def _choose_drafter(self, drafter: str | None, k: int | None) -> tuple[str, int]:
-        tiers = self.manifest.tiers
-        name = drafter or ("model" if self.draft else "ngram")
+    def check_k(self, k: int) -> None:
+        """Raises OutriderError when K is negative or larger than the bundle's tiers."""
+        largest = max(self.manifest.tiers)
+        if k < 0:
+            raise OutriderError(f"K = {k} is negative; use 0 for plain decoding")
+        if k > largest:
+            raise OutriderError(
+                f"K = {k} is outside 0 to {largest}, the largest tier of this bundle; export with --k {k}"
+            )
+
+    def drafter(self, name: str) -> Drafter:
+        """The drafter called ``name`` (one of ``DRAFTERS``).
+
+        Raises:
+            OutriderError: there is no such drafter, or this bundle has no draft model.
+        """
         if name not in DRAFTERS:
             raise OutriderError(f"unknown drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
         if name not in self._drafters:
             raise OutriderError("this bundle has no draft model; use --drafter ngram, or export with --draft PATH")
+        return self._drafters[name]
+
+    def _choose_drafter(self, drafter: str | None, k: int | None) -> tuple[str, int]:
+        tiers = self.manifest.tiers
+        name = drafter or ("model" if self.draft else "ngram")
+        self.drafter(name)
         k = tiers[len(tiers) // 2] if k is None else k
-        if not 0 <= k <= max(tiers):
-            raise OutriderError(
-                f"K = {k} is outside 0 to {max(tiers)}, the largest tier of this bundle; export with --k {k}"
-                if k > 0
-                else f"K = {k} is negative; use 0 for plain decoding"
-            )
+        self.check_k(k)
         return ("none", 0) if k == 0 or name == "none" else (name, k)
 
     def _open(self, info: ModelInfo, threads: int | None, provider: str) -> OrtEngine:
@@ -190,7 +213,7 @@ class Generation:
             return
         pipeline._request += 1
         mine = pipeline._request
-        drafter = pipeline._drafters[self._drafter]
+        drafter = pipeline.drafter(self._drafter)
         text = TextStream(pipeline.codec)
         rounds = decode(pipeline.target, drafter, self._prompt, self._num_draft_tokens, output, stats)
         for count, token in enumerate(rounds, start=1):
@@ -198,4 +221,6 @@ class Generation:
             piece = text.push(token) + (text.finish(output.tokens) if last else "")
             yield StreamedToken(token, piece, output.origins[count - 1])
             if pipeline._request != mine:
-                raise OutriderError("a newer request took over this pipeline's cache; load a second Pipeline to run two")
+                raise OutriderError(
+                    "a newer request took over this pipeline's cache; load a second Pipeline to run two"
+                )

@@ -28,10 +28,11 @@ class CachedModel:
 
     def extend(self, tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
         """Append ``tokens``; logits ``[min(n, logit_rows), V]`` after the last of them, valid until the next call."""
-        ids = np.array(tokens, np.int64)[None]
+        ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             logits = self._pass(ids[:, start : start + PREFILL_CHUNK], logit_rows)
-        return logits[-logit_rows:]
+        wanted: NDArray[np.float32] = logits[-logit_rows:]
+        return wanted
 
     def rollback(self, length: int) -> None:
         """Forget all but the first ``length`` tokens: what lies behind them is overwritten, nothing is copied."""
@@ -43,7 +44,7 @@ class CachedModel:
         plan = self.engine.plan(max(rows, self.min_rows), max(min(rows, logit_rows), self.min_rows))
         self._lengths[0] = self.length
         start = perf_counter()
-        logits = plan.run(ids, self._lengths)[0]
+        logits: NDArray[np.float32] = plan.run(ids, self._lengths)[0]
         self.seconds += perf_counter() - start
         self.passes += 1
         self.length += rows

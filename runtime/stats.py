@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -21,15 +22,17 @@ class Worker(Protocol):
 
 @dataclass
 class DecodeStats:
-    """Counters and seconds of one request.
+    """Counters and seconds of one request, or of several added up.
 
-    ``num_spec_steps`` are rounds, those with nothing drafted included; ``acceptance_histogram[a]`` the rounds in which
-    a draft tokens were accepted. The first token comes from the prefill and belongs to no round. The draft model's own
-    prefill is part of the first round: it is a cost of speculation.
+    ``num_round_tokens`` are the output tokens that rounds emitted: all but the first, which comes from the prefill.
+    ``num_spec_steps`` are rounds, those with nothing drafted included; ``acceptance_histogram[a]`` counts the rounds in
+    which a draft tokens were accepted. The draft model's own prefill is part of the first round: it is a cost of
+    speculation.
     """
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_round_tokens: int = 0
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -59,15 +62,24 @@ class DecodeStats:
 
     def count(self, committed: int, proposed: int, accepted: int) -> None:
         self.num_output_tokens += committed
+        self.num_round_tokens += committed
         self.num_draft_tokens += proposed
         self.num_accepted_draft_tokens += accepted
         self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[accepted] += 1
 
+    def add(self, other: DecodeStats) -> None:
+        """Sum another request's counters and seconds into these."""
+        for name, value in vars(other).items():
+            if name != "acceptance_histogram":
+                setattr(self, name, getattr(self, name) + value)
+        pairs = zip_longest(self.acceptance_histogram, other.acceptance_histogram, fillvalue=0)
+        self.acceptance_histogram = [mine + theirs for mine, theirs in pairs]
+
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens emitted per verify pass, correction or bonus token included; 1 for plain decoding."""
-        return (self.num_output_tokens - 1) / self.num_spec_steps if self.num_spec_steps else 1.0
+        return self.num_round_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -77,7 +89,7 @@ class DecodeStats:
     @property
     def tokens_per_second(self) -> float:
         """Of decoding, the prefill left out."""
-        return (self.num_output_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        return self.num_round_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def host_microseconds_per_round(self) -> float:
@@ -86,5 +98,9 @@ class DecodeStats:
         return 1e6 * host / self.num_spec_steps if self.num_spec_steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        derived = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second", "host_microseconds_per_round")
-        return vars(self) | {name: getattr(self, name) for name in derived}
+        return vars(self) | {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "tokens_per_second": self.tokens_per_second,
+            "host_microseconds_per_round": self.host_microseconds_per_round,
+        }

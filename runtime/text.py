@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from outrider.engines.bundle import TOKENIZER, Bundle
 from outrider.engines.errors import OutriderError
 
 Message = dict[str, str]
+
+_REPLACEMENT = "\ufffd"
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TextCodec:
@@ -20,17 +26,22 @@ class TextCodec:
         self.tokenizer = Tokenizer.from_file(str(bundle.path(TOKENIZER)))
         self._template = bundle.chat_template
         self._special_tokens = bundle.manifest.special_tokens
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text, or of a conversation through the chat template.
 
         Raises:
-            OutriderError: the prompt is empty, or the bundle has no chat template for messages.
+            OutriderError: the prompt is empty or not text, or the bundle has no chat template for messages.
         """
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt).ids
-        else:
-            ids = self.tokenizer.encode(self.render(prompt), add_special_tokens=False).ids
+        plain = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise OutriderError("the prompt is not UTF-8 text; convert it first") from None
+        ids = self.tokenizer.encode(text, add_special_tokens=plain).ids
         if not ids:
             raise OutriderError("the prompt is empty; give at least one token of text")
         return list(ids)
@@ -41,31 +52,50 @@ class TextCodec:
             raise OutriderError("this bundle has no chat template; pass the prompt as a text instead of messages")
         if not messages:
             raise OutriderError("the prompt is empty; give at least one message")
-        from jinja2 import TemplateError
-
         try:
             template = _sandbox().from_string(self._template)
-            return template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
-        except TemplateError as error:
+            given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
+            return str(template.render(**given, **self._special_tokens))
+        except Exception as error:  # a template is a program of the checkpoint's maker, and may fail in any way
             raise OutriderError(f"the chat template refuses these messages: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def is_special(self, token: int) -> bool:
+        """Whether ``decode`` leaves the token out."""
+        return token in self._special_ids
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the token is a byte by name, which SentencePiece decoders judge only together with its neighbours."""
+        return _BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
+
 
 class TextStream:
-    """Text of a growing token sequence, in pieces that together equal the decoded whole."""
+    """Text of a growing token sequence, in pieces that together equal the decoded whole.
+
+    Only the tokens since the last but one piece are decoded again. (``tokenizers.decoders.DecodeStream`` raises where
+    a SentencePiece decoder takes back a byte that was shown: "\\n" followed by half an emoji.)
+    """
 
     def __init__(self, codec: TextCodec) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._codec = codec
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._window: list[int] = []
+        self._known = 0  # tokens at the start of the window whose text was shown
+        self._known_text = ""
         self._shown = 0
 
     def push(self, token: int) -> str:
         """The text that is certain now; "" while a character is not complete."""
-        piece = self._stream.step(self._codec.tokenizer, token) or ""
+        if self._codec.is_special(token):
+            return ""
+        self._window.append(token)
+        text = self._codec.decode(self._window)
+        if text.endswith(_REPLACEMENT) or self._codec.is_byte(token) or text == self._known_text:
+            return ""
+        piece = text[len(self._known_text) :]
+        del self._window[: self._known]
+        self._known, self._known_text = len(self._window), self._codec.decode(self._window)
         self._shown += len(piece)
         return piece
 
@@ -75,14 +105,29 @@ class TextStream:
 
 
 def _sandbox() -> Any:
-    from jinja2.ext import loopcontrols
+    """What transformers offers to chat templates."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def raise_exception(message: str) -> None:
-        from jinja2 import TemplateError
+    class GenerationBlock(Extension):
+        """``{% generation %}`` marks the assistant's words for training; here they are plain text."""
 
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    extensions = [GenerationBlock, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = to_json
     return environment

@@ -53,12 +53,16 @@ def compare(source: str, work: Path, precision: str, pairs: int, count: int, tok
     ratios = [peer / ours for ours, peer in zip(seen["outrider"], seen["genai"], strict=True)]
     for name, values in seen.items():
         print(f"{name:9} {precision} ms a token: {' '.join(f'{value:.2f}' for value in values)}")
-    print(f"outrider is {statistics.median(ratios):.3f}x as fast (median of {pairs} pairs: {min(ratios):.3f} to {max(ratios):.3f})")
+    print(
+        f"outrider is {statistics.median(ratios):.3f}x as fast (median of {pairs} pairs, "
+        f"{min(ratios):.3f} to {max(ratios):.3f})"
+    )
 
 
 def prepare(source: str, work: Path, precision: str) -> tuple[Path, Path, Path]:
     """The peer's interpreter, its model, and our bundle, each made once."""
     from make_checkpoint import copy_checkpoint
+
     from outrider.export import ExportOptions, export_bundle
     from outrider.export.checkpoint import open_checkpoint
 
@@ -72,7 +76,19 @@ def prepare(source: str, work: Path, precision: str) -> tuple[Path, Path, Path]:
     if not folder.exists():
         copy_checkpoint(open_checkpoint(source), folder)
     if not model.exists():
-        builder = [python, "-m", "onnxruntime_genai.models.builder", "-i", folder, "-o", model, "-p", precision, "-e", "cpu"]
+        builder = [
+            python,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            folder,
+            "-o",
+            model,
+            "-p",
+            precision,
+            "-e",
+            "cpu",
+        ]
         options = ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4", "hf_token=false"]
         subprocess.run([*builder, *options], check=True, capture_output=True)
         config = json.loads((model / "genai_config.json").read_text())

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Make Hugging Face checkpoints to test and measure with.
 
-    make_checkpoint.py copy SOURCE OUT [--layers N]   SOURCE (GGUF or folder) as a float32 folder, or its first N layers
-    make_checkpoint.py random OUT --like TARGET [...] random weights of any Llama shape, bf16, with TARGET's tokenizer
+make_checkpoint.py copy SOURCE OUT [--layers N]   SOURCE (GGUF or folder) as a float32 folder, or its first N layers
+make_checkpoint.py random OUT --like TARGET [...] random weights of any Llama shape, bf16, with TARGET's tokenizer
 """
 
 from __future__ import annotations
@@ -85,7 +85,13 @@ def copy_checkpoint(source: Checkpoint, out: Path, layers: int | None = None) ->
 
 
 def random_checkpoint(
-    out: Path, config: dict[str, Any], like: Checkpoint, *, seed: int = 0, dtype: Any = ml_dtypes.bfloat16, biases: bool = False
+    out: Path,
+    config: dict[str, Any],
+    like: Checkpoint,
+    *,
+    seed: int = 0,
+    dtype: Any = ml_dtypes.bfloat16,
+    biases: bool = False,
 ) -> None:
     """Random weights of ``config``'s shape (norms at 1), scaled so that activations keep their size."""
     rng = np.random.default_rng(seed)
@@ -109,7 +115,11 @@ def _write_folder(out: Path, config: dict[str, Any], like: Checkpoint, tensors: 
     files = like.tokenizer()
     (out / "config.json").write_text(json.dumps(config, indent=2))
     (out / "tokenizer.json").write_text(files.json)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": files.chat_template, **files.special_tokens}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": files.chat_template,
+        **files.special_tokens,
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": list(files.eos_token_ids)}))
     weight_map: dict[str, str] = {}

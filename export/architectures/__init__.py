@@ -16,7 +16,7 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
     Raises:
         OutriderError: an architecture or a setting that is not implemented, or a tensor missing or misshapen.
     """
-    family = checkpoint.config.get("model_type")
+    family = str(checkpoint.config.get("model_type"))
     if family not in _FAMILIES:
         raise OutriderError(
             f"{checkpoint.path}: architecture {family!r} is not supported; supported are {', '.join(_FAMILIES)}"
@@ -24,7 +24,9 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
     try:
         spec = _FAMILIES[family](checkpoint.config)
     except KeyError as error:
-        raise OutriderError(f"{checkpoint.path}: config.json has no {error.args[0]}") from None
+        raise OutriderError(f"{checkpoint.path}: its config has no {error.args[0]}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise OutriderError(f"{checkpoint.path}: its config has a value of the wrong kind ({error})") from error
     except OutriderError as error:
         raise OutriderError(f"{checkpoint.path}: {error}") from None
     check_shapes(spec, checkpoint)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Drafter(Protocol):
-    """``passes`` and ``seconds`` count the engine work behind the proposals; both are 0 for a drafter without a model."""
+    """``passes`` and ``seconds`` count the engine work behind the proposals: 0 for a drafter without a model."""
 
     @property
     def passes(self) -> int: ...

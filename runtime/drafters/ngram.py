@@ -11,8 +11,8 @@ MIN_NGRAM = 2
 class NgramDrafter:
     """See ``drafters.Drafter``. The longest match wins, and of equal ones the latest.
 
-    The index grows by a few entries a token and a lookup reads one entry a length, so that a round costs the same at any
-    context length.
+    The index grows by a few entries a token and a lookup reads one entry a length, so that a round costs the same at
+    any context length.
     """
 
     passes = 0

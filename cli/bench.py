@@ -1,0 +1,70 @@
+"""``outrider bench``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from outrider.cli import options
+from outrider.runtime import Pipeline
+from outrider.runtime.bench import Arm, BenchReport, plan_arms, read_prompts, run_bench
+
+
+@click.command()
+@click.argument("bundle", type=Path)
+@click.option("--prompts", type=Path, required=True, help="JSON lines with `prompt` and, if wanted, `category`.")
+@click.option(
+    "--k", "tiers", type=options.tiers, metavar="K,K,...", help="Values of K to compare.  [default: the bundle's]"
+)
+@options.max_new_tokens
+@options.threads
+@options.provider
+@options.as_json
+def bench(
+    bundle: Path,
+    prompts: Path,
+    tiers: tuple[int, ...] | None,
+    max_new_tokens: int,
+    threads: int | None,
+    provider: str,
+    as_json: bool,
+) -> None:
+    """Compare plain decoding (one row a pass, the fastest) with every drafter and K, side by side."""
+    texts = read_prompts(prompts)
+    pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
+    tiers = tiers or pipeline.manifest.tiers
+    with options.progress_bar(len(texts) * len(plan_arms(pipeline, tiers)), "bench") as bar:
+        report = run_bench(pipeline, texts, max_new_tokens=max_new_tokens, tiers=tiers, progress=lambda: bar.update(1))
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        _print(report, pipeline)
+
+
+def _print(report: BenchReport, pipeline: Pipeline) -> None:
+    model = pipeline.manifest.target
+    click.echo(f"{model.architecture} {model.precision}, {pipeline.target_engine.device}")
+    draft_cost = f", c = {report.draft_cost:.2f}" if report.draft_cost else ""
+    click.echo(f"one-row pass {report.one_row_ms:.2f} ms{draft_cost}")
+    columns = ("tok/s", 8), ("ms/tok", 8), ("speed-up", 10), ("length", 8), ("alpha", 7), ("v(K)", 6), ("host us", 9)
+    click.echo(" " * 14 + "".join(f"{name:>{width}}" for name, width in columns) + f"{'same ids':>10}")
+    for arm in report.arms:
+        click.echo(_row(arm, report))
+    categories = list(report.arms[0].seconds_per_token)
+    if len(categories) > 1:
+        click.echo("\nspeed-up by category (median over prompts)")
+        click.echo(f"{'':14}" + "".join(f"{name:>11}" for name in categories))
+        for arm in report.arms[1:]:
+            click.echo(f"{arm.name:14}" + "".join(f"{report.speed_up(arm, name):11.2f}" for name in categories))
+
+
+def _row(arm: Arm, report: BenchReport) -> str:
+    stats = arm.stats
+    cost = f"{report.verify_cost[arm.k]:.2f}" if arm.k else ""
+    return (
+        f"{arm.name:14}{stats.tokens_per_second:8.1f}{1e3 / stats.tokens_per_second:8.2f}{report.speed_up(arm):9.2f}x"
+        f"{stats.mean_acceptance_length:8.2f}{stats.draft_acceptance_rate:7.2f}{cost:>6}"
+        f"{stats.host_microseconds_per_round:9.0f}{f'{arm.identical} of {report.num_prompts}':>10}"
+    )

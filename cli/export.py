@@ -1,0 +1,86 @@
+"""``outrider export``"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from outrider.cli import options
+from outrider.engines.bundle import Manifest
+from outrider.engines.errors import OutriderError
+
+
+@click.command()
+@click.option("--target", required=True, help="Checkpoint: a Hugging Face folder, a GGUF file or a hub id.")
+@click.option("--draft", required=True, help="Checkpoint of the draft model, or `none`.")
+@click.option("--out", type=Path, required=True, help="Folder to create.")
+@click.option("--precision", default="int4", show_default=True, help="fp32, fp16, int8 or int4.")
+@click.option("--lowering", default="fused", show_default=True, help="fused (ONNX Runtime) or standard (opset 24).")
+@click.option(
+    "--k",
+    "tiers",
+    type=options.tiers,
+    metavar="K,K,...",
+    default="2,4,8",
+    show_default=True,
+    help="Draft tokens a round to serve.",
+)
+@click.option("--max-length", default=2048, show_default=True, help="Longest sequence, prompt and output, in tokens.")
+@options.threads
+@options.as_json
+def export(
+    target: str,
+    draft: str,
+    out: Path,
+    precision: str,
+    lowering: str,
+    tiers: tuple[int, ...],
+    max_length: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Export a target and its draft into a checked bundle."""
+    try:
+        from outrider.export import ExportOptions, export_bundle
+    except ImportError as error:
+        raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
+
+    settings = ExportOptions(precision=precision, lowering=lowering, tiers=tiers, max_length=max_length)
+    start = time.perf_counter()
+    with options.progress_bar(100, "export") as bar:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            bar.update(100 * done // total - bar.pos, stage)
+
+        manifest = export_bundle(
+            target, None if draft == "none" else draft, out, settings, threads=threads, progress=progress
+        )
+    if as_json:
+        click.echo(json.dumps({"bundle": str(out), **asdict(manifest)}, indent=2))
+    else:
+        _print(out, manifest, time.perf_counter() - start)
+
+
+def _print(out: Path, manifest: Manifest, seconds: float) -> None:
+    for role, model in (("target", manifest.target), ("draft", manifest.draft)):
+        if model is None:
+            continue
+        size = (out / model.graph).with_name("weights.bin").stat().st_size / 1e6
+        check = model.check
+        click.echo(
+            f"{role:7} {model.architecture}, {model.num_layers} layers, {model.precision}, {size:.1f} MB; against the "
+            f"checkpoint: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g}, "
+            f"argmax equal {check['same_argmax']:.0%}; rows {describe_rows(model.exactness, model.min_rows)}"
+        )
+    click.echo(f"bundle  {out} (K = {', '.join(map(str, manifest.tiers))}; {seconds:.1f} s)")
+
+
+def describe_rows(exactness: str, min_rows: int) -> str:
+    """What the row probe found, in words."""
+    if exactness != "bitwise":
+        return "equal within a tolerance only"
+    return "bit-equal from one row up" if min_rows == 1 else f"bit-equal from {min_rows} rows up"

@@ -1,0 +1,51 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def progress_bar(length: int, label: str) -> Any:
+    """On standard error, for a person: a log or another program gets no bar."""
+    hidden = not sys.stderr.isatty()
+    return click.progressbar(
+        length=length, label=label, item_show_func=lambda item: item or "", file=sys.stderr, hidden=hidden
+    )
+
+
+def standard_input() -> TextIO:
+    """Bytes that are not text come through as they are, and are named where the prompt is encoded."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
+
+
+def tiers(value: str) -> tuple[int, ...]:
+    """``2,4,8`` -> (2, 4, 8), the type of an option."""
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 2,4,8") from None
+
+
+threads: Decorator = click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads of each engine.  [default: all processors]"
+)
+as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+drafter: Decorator = click.option(
+    "--drafter",
+    type=click.Choice(["model", "ngram", "none"]),
+    help="Who drafts.  [default: the draft model if there is one]",
+)
+k: Decorator = click.option(
+    "--k", type=int, help="Draft tokens a round; 0 is plain decoding.  [default: the middle tier]"
+)
+max_new_tokens: Decorator = click.option("--max-new-tokens", type=int, default=128, show_default=True)
+provider: Decorator = click.option("--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)

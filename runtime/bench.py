@@ -1,0 +1,208 @@
+"""Speculation measured side by side with plain decoding: same prompts, same process, orders alternating."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from outrider.engines.engine import Engine
+from outrider.engines.errors import OutriderError
+from outrider.runtime.commit import Output
+from outrider.runtime.decode import decode
+from outrider.runtime.drafters import Drafter
+from outrider.runtime.generate import Pipeline
+from outrider.runtime.sequence import CachedModel
+from outrider.runtime.stats import DecodeStats
+
+_CONTEXT = 128
+_REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    category: str
+    text: str
+
+
+@dataclass
+class Arm:
+    """One way to decode: its totals over all prompts, and seconds a token by category and prompt."""
+
+    name: str
+    drafter: str
+    k: int
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    seconds_per_token: dict[str, list[float]] = field(default_factory=dict)
+    identical: int = 0
+
+    def add(self, category: str, stats: DecodeStats, same: bool) -> None:
+        self.identical += same
+        self.stats.add(stats)
+        if stats.num_spec_steps:  # a prompt that ends with the prefill's token has no speed
+            self.seconds_per_token.setdefault(category, []).append(1 / stats.tokens_per_second)
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """``costs``: v(K) by K and c, see ``measure_costs``. The first arm is plain decoding at its fastest, one row."""
+
+    arms: list[Arm]
+    num_prompts: int
+    one_row_ms: float
+    verify_cost: dict[int, float]
+    draft_cost: float | None
+
+    def speed_up(self, arm: Arm, category: str | None = None) -> float:
+        """Median over prompts of plain seconds a token / the arm's."""
+        plain = self.arms[0]
+        names = plain.seconds_per_token if category is None else [category]
+        ratios = [
+            ours / theirs
+            for name in names
+            for ours, theirs in zip(plain.seconds_per_token[name], arm.seconds_per_token[name], strict=True)
+        ]
+        return statistics.median(ratios)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = []
+        for arm in self.arms:
+            stats = arm.stats
+            rows.append(
+                {
+                    "name": arm.name,
+                    "drafter": arm.drafter,
+                    "k": arm.k,
+                    "ms_per_token": 1e3 / stats.tokens_per_second,
+                    "tokens_per_second": stats.tokens_per_second,
+                    "speed_up": self.speed_up(arm),
+                    "speed_up_by_category": {name: self.speed_up(arm, name) for name in arm.seconds_per_token},
+                    "mean_acceptance_length": stats.mean_acceptance_length,
+                    "draft_acceptance_rate": stats.draft_acceptance_rate,
+                    "host_microseconds_per_round": stats.host_microseconds_per_round,
+                    "verify_cost": self.verify_cost.get(arm.k),
+                    "draft_cost": self.draft_cost if arm.drafter == "model" else None,
+                    "identical": arm.identical,
+                }
+            )
+        return {"num_prompts": self.num_prompts, "one_row_ms": self.one_row_ms, "arms": rows}
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts from JSON lines with ``prompt`` and, if wanted, ``id`` and ``category``.
+
+    Raises:
+        OutriderError: no such file, a line that is not such an object (with its number), or no prompt at all.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise OutriderError(f"{path} does not exist; pass a file of JSON lines with a prompt each")
+    prompts = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            text = entry["prompt"]
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"prompt is {text!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise OutriderError(f'{path}, line {number}: expected {{"prompt": "..."}} ({error})') from None
+        prompts.append(Prompt(str(entry.get("id", number)), str(entry.get("category", "all")), text))
+    if not prompts:
+        raise OutriderError(f"{path} holds no prompt; give one JSON object a line")
+    return prompts
+
+
+def run_bench(
+    pipeline: Pipeline,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    tiers: Sequence[int],
+    progress: Callable[[], None] = lambda: None,
+) -> BenchReport:
+    """Decode every prompt plainly and with each drafter and K; ``progress`` is called once for each.
+
+    Raises:
+        OutriderError: nothing to compare, a K that the bundle does not serve, or a prompt that it does not take.
+    """
+    if max_new_tokens < 2:
+        raise OutriderError(
+            f"max_new_tokens {max_new_tokens} leaves nothing to measure behind the prefill; use 2 or more"
+        )
+    if not tiers or min(tiers) < 1:
+        raise OutriderError(
+            f"K values {list(tiers)} must be whole numbers from 1 up; plain decoding is always compared"
+        )
+    pipeline.check_k(max(tiers))
+    arms = plan_arms(pipeline, tiers)
+    verify_cost, draft_cost, one_row = measure_costs(pipeline, tiers)
+    for number, prompt in enumerate(prompts):
+        ids = encode_prompt(pipeline, prompt)
+        results: dict[str, tuple[Output, DecodeStats]] = {}
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            results[arm.name] = _decode_once(pipeline, arm, ids, max_new_tokens)
+            progress()
+        reference = results[arms[0].name][0].tokens
+        for arm in arms:
+            output, stats = results[arm.name]
+            arm.add(prompt.category, stats, output.tokens == reference)
+    if not arms[0].seconds_per_token:
+        raise OutriderError("every answer ended with its first token, which is the prefill's; give other prompts")
+    return BenchReport(arms, len(prompts), one_row * 1e3, verify_cost, draft_cost)
+
+
+def plan_arms(pipeline: Pipeline, tiers: Sequence[int]) -> list[Arm]:
+    arms = [Arm("plain", "none", 0)]
+    if pipeline.target.min_rows > 1:  # where one-row passes have other bits, the exact plain loop is an arm of its own
+        arms.append(Arm(f"plain, {pipeline.target.min_rows} rows", "none", 0))
+    for drafter in ("ngram", "model") if pipeline.draft else ("ngram",):
+        arms += [Arm(f"{drafter}, K={k}", drafter, k) for k in tiers]
+    return arms
+
+
+def encode_prompt(pipeline: Pipeline, prompt: Prompt) -> list[int]:
+    """As a chat message where the bundle has a template, else as it is."""
+    chat = pipeline.bundle.chat_template is not None
+    try:
+        return pipeline.encode([{"role": "user", "content": prompt.text}] if chat else prompt.text)
+    except OutriderError as error:
+        raise OutriderError(f"prompt {prompt.id}: {error}") from None
+
+
+def measure_costs(pipeline: Pipeline, tiers: Sequence[int]) -> tuple[dict[int, float], float | None, float]:
+    """v(K) by K, c (None without a draft model), and the seconds of a one-row target pass, interleaved medians."""
+    row_counts = [1, *(k + 1 for k in tiers)]
+    jobs: list[tuple[Engine, int]] = [(pipeline.target_engine, rows) for rows in row_counts]
+    if pipeline.draft_engine is not None:
+        jobs.append((pipeline.draft_engine, 1))
+    seconds: list[list[float]] = [[] for _ in jobs]
+    lengths = np.full(1, _CONTEXT, np.int32)
+    for _ in range(_REPEATS):
+        for job, (engine, rows) in enumerate(jobs):
+            plan, ids = engine.plan(rows, rows), np.ones((1, rows), np.int64)
+            start = perf_counter()
+            plan.run(ids, lengths)
+            seconds[job].append(perf_counter() - start)
+    medians = [statistics.median(times) for times in seconds]
+    verify = {k: medians[1 + index] / medians[0] for index, k in enumerate(tiers)}
+    return verify, medians[-1] / medians[0] if pipeline.draft_engine is not None else None, medians[0]
+
+
+def _decode_once(pipeline: Pipeline, arm: Arm, ids: list[int], max_new_tokens: int) -> tuple[Output, DecodeStats]:
+    output = Output(min(max_new_tokens, pipeline.manifest.max_length - len(ids)), pipeline.manifest.eos_token_ids)
+    stats = DecodeStats(num_prompt_tokens=len(ids))
+    fastest = CachedModel(pipeline.target_engine, min_rows=1)
+    model = fastest if arm.name == "plain" else pipeline.target
+    drafter: Drafter = pipeline.drafter(arm.drafter)
+    for _ in decode(model, drafter, ids, arm.k, output, stats):
+        pass
+    return output, stats

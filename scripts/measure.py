@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""The figures of the README that `outrider bench` does not print.
+
+measure.py export SOURCE [--precision int4]   seconds and peak memory of an export, checks included
+measure.py spare-row SOURCE                   what the spare attention row costs a one-row int4 pass
+measure.py install                            size of a new environment with `outrider[cpu]`, and the import time
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+THREADS = 2
+PASSES = 60
+
+
+@click.group()
+def main() -> None:
+    pass
+
+
+@main.command()
+@click.argument("source")
+@click.option("--precision", default="int4")
+def export(source: str, precision: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "bundle"
+        command = ["outrider", "export", "--target", source, "--draft", "none", "--out", str(out)]
+        start = time.perf_counter()
+        subprocess.run([*command, "--precision", precision, "--threads", str(THREADS)], check=True)
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        print(f"export {precision}: {seconds:.1f} s, peak memory {peak / 1e9:.2f} GB")
+
+
+@main.command("spare-row")
+@click.argument("source")
+def spare_row(source: str) -> None:
+    """Interleaved one-row passes of the same graph with and without the spare row, by context length."""
+    from outrider.engines.bundle import Bundle
+    from outrider.engines.ort import OrtEngine
+    from outrider.export import ExportOptions, export_bundle
+    from outrider.export.attention import FusedLowering
+
+    original = FusedLowering.__init__
+
+    def without(self, *arguments, spare_row, ragged):  # type: ignore[no-untyped-def]
+        original(self, *arguments, spare_row=False, ragged=ragged)
+
+    engines = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, initialize in (("with", original), ("without", without)):
+            FusedLowering.__init__ = initialize  # type: ignore[method-assign]
+            out = Path(folder) / name
+            export_bundle(source, None, out, ExportOptions(), threads=THREADS)
+            bundle = Bundle(out)
+            engines[name] = OrtEngine(bundle.path("target/model.onnx"), bundle.manifest.target, threads=THREADS)
+        for context in (64, 256, 1024):
+            seconds: dict[str, list[float]] = {name: [] for name in engines}
+            for turn in range(PASSES):
+                for name in list(engines)[:: 1 if turn % 2 else -1]:
+                    ids, lengths = np.ones((1, 1), np.int64), np.full(1, context, np.int32)
+                    start = time.perf_counter()
+                    engines[name].plan(1, 1).run(ids, lengths)
+                    seconds[name].append(time.perf_counter() - start)
+            ratio = statistics.median(a / b for a, b in zip(seconds["with"], seconds["without"], strict=True))
+            medians = ", ".join(f"{name} {1e3 * statistics.median(times):.2f} ms" for name, times in seconds.items())
+            print(f"one-row int4 pass over {context} tokens: {medians}, ratio {ratio:.3f}")
+
+
+@main.command()
+def install() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = Path(folder) / "venv"
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        python = environment / "bin" / "python"
+        empty = _bytes(environment)
+        subprocess.run([python, "-m", "pip", "install", "-q", f"{ROOT}[cpu]"], check=True)
+        print(f"base + cpu: {_bytes(environment) / 1e6:.0f} MB, {empty / 1e6:.0f} MB of it pip and setuptools")
+        code = "import time; t = time.perf_counter(); import outrider.runtime; print(time.perf_counter() - t)"
+        runs = [float(subprocess.run([python, "-c", code], check=True, capture_output=True).stdout) for _ in range(7)]
+        print(f"import outrider.runtime: {statistics.median(runs):.2f} s (median of {len(runs)})")
+        packages = subprocess.run([python, "-m", "pip", "list", "--format", "json"], check=True, capture_output=True)
+        print("packages:", ", ".join(entry["name"] for entry in json.loads(packages.stdout)))
+
+
+def _bytes(folder: Path) -> int:
+    return sum(os.lstat(Path(root) / file).st_size for root, _, files in os.walk(folder) for file in files)
+
+
+if __name__ == "__main__":
+    main()

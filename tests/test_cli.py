@@ -1,0 +1,208 @@
+"""Every command from the outside: what goes to standard output, what to standard error, and what machines read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from refusals import cli
+
+from outrider.engines.bundle import Bundle
+from outrider.runtime import Pipeline
+
+PROMPT = "the quick brown fox"
+PROMPTS = [("fox", PROMPT), ("code", "def add(a, b):"), ("code", "one two three four one two three")]
+TOKENS = 24
+
+
+def run(*args: Any, **more: Any) -> tuple[str, str]:
+    """Standard output and standard error of a command that must succeed."""
+    result = cli(*args, **more)
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def generate(bundle: Path, *args: Any, **more: Any) -> tuple[str, str]:
+    return run("generate", bundle, "--threads", 2, "--max-new-tokens", TOKENS, *args, **more)
+
+
+def as_messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def shown(text: str) -> str:
+    """As click's test runner gives it back."""
+    return text.replace("\r\n", "\n")
+
+
+def test_export_json(tiny: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args = ["--target", tiny, "--draft", tiny_draft, "--out", out, "--k", "1,4", "--max-length", 64, "--threads", 2]
+    stdout, stderr = run("export", *args, "--json")
+    facts = json.loads(stdout)
+    assert stderr == ""  # the progress bar is for people
+    assert facts["bundle"] == str(out)
+    assert (facts["tiers"], facts["max_length"]) == ([1, 4], 64)
+    for role in ("target", "draft"):
+        assert facts[role]["precision"] == "int4"
+        assert facts[role]["exactness"] == "bitwise"
+        assert facts[role]["check"]["kl"] >= 0
+    assert Bundle(out).manifest.target.num_layers == facts["target"]["num_layers"] == 2
+
+
+def test_export_text(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args = ["--target", tiny, "--draft", "none", "--out", out, "--max-length", 64, "--precision", "fp32"]
+    target, bundle = run("export", *args)[0].splitlines()
+    assert target.startswith("target  llama, 2 layers, fp32, ")
+    assert "bit-equal from" in target and "argmax equal 100%" in target
+    assert bundle.startswith(f"bundle  {out} (K = 2, 4, 8; ")
+    assert Bundle(out).manifest.draft is None
+
+
+def test_inspect_json(tiny_bundle: Path) -> None:
+    facts = json.loads(run("inspect", tiny_bundle, "--threads", 2, "--json")[0])
+    assert (facts["tiers"], facts["max_length"], facts["exactness_here"]) == ([1, 2, 4, 8], 96, "bitwise")
+    assert facts["target"]["num_layers"] == 2 and facts["draft"]["num_layers"] == 1
+    for role in ("target", "draft"):
+        engine = facts["engines"][role]
+        assert (engine["threads"], engine["provider"]) == (2, "CPUExecutionProvider")
+        assert engine["execution"] == "ORT_SEQUENTIAL"
+        assert engine["session.force_spinning_stop"] == "1"
+        assert "2 threads" in engine["device"]
+    files = {path.relative_to(tiny_bundle).as_posix() for path in tiny_bundle.rglob("*") if path.is_file()}
+    assert set(facts["files"]) == files - {"manifest.json"}
+    assert all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in facts["files"].values())
+
+
+def test_inspect_text(tiny_bundle: Path) -> None:
+    lines = dict(line.split(": ", 1) for line in run("inspect", tiny_bundle, "--threads", 2)[0].splitlines())
+    assert (lines["tiers"], lines["max_length"], lines["exactness_here"]) == ("1 2 4 8", "96", "bitwise")
+    assert "threads 2, execution ORT_SEQUENTIAL" in lines["engines.target"]
+    assert "precision int4" in lines["target"] and "kl " in lines["target"]
+    assert "sha256 " in lines["files.target/weights.bin"]
+
+
+def test_generate_text(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
+    stdout, stderr = generate(tiny_bundle, "-p", PROMPT)
+    result = tiny_pipeline.generate(as_messages(PROMPT), max_new_tokens=TOKENS)
+    assert stdout == shown(result.text) + "\n"
+    assert re.fullmatch(
+        rf"{TOKENS} tokens \(length\), [\d.]+ tokens/s, model K=4: [\d.]+ tokens a verify pass, "
+        r"\d+ of \d+ drafts accepted \(\d+%\), exactness bitwise\n",
+        stderr,
+    )
+
+
+def test_generate_raw_continues_the_text(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
+    raw, chat = (generate(tiny_bundle, "-p", PROMPT, *flag)[0] for flag in (["--raw"], []))
+    assert raw == shown(tiny_pipeline.generate(PROMPT, max_new_tokens=TOKENS).text) + "\n"
+    assert raw != chat
+
+
+@pytest.mark.parametrize(
+    "args", [["--k", "1"], ["--k", "4"], ["--k", "8", "--drafter", "ngram"], ["--drafter", "none"]]
+)
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPTS[2][1]])
+def test_speculation_changes_nothing_on_standard_output(tiny_bundle: Path, args: list[str], prompt: str) -> None:
+    plain, summary = generate(tiny_bundle, "-p", prompt, "--k", "0")
+    assert "plain decoding" in summary
+    assert generate(tiny_bundle, "-p", prompt, *args)[0] == plain
+
+
+def test_generate_json(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
+    stdout, stderr = generate(tiny_bundle, "-p", PROMPT, "--json", "--drafter", "model", "--k", 2)
+    facts = json.loads(stdout)
+    result = tiny_pipeline.generate(as_messages(PROMPT), max_new_tokens=TOKENS, k=2, drafter="model")
+    assert stderr == ""
+    for name in ("text", "token_ids", "finish_reason", "drafter", "num_draft_tokens", "exactness"):
+        assert facts[name] == getattr(result, name)
+    assert facts["origins"] == [origin.value for origin in result.origins]
+    counters = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
+    for name in (*counters, "mean_acceptance_length", "draft_acceptance_rate"):
+        assert facts["stats"][name] == getattr(result.stats, name)
+
+
+def test_generate_shows_rounds_in_colour(tiny_bundle: Path) -> None:
+    plain, _ = generate(tiny_bundle, "-p", PROMPT, "--k", 4)
+    coloured, legend = generate(tiny_bundle, "-p", PROMPT, "--k", 4, "--show-rounds", color=True)
+    assert click.unstyle(coloured) == plain
+    assert "\x1b[31m" in coloured  # corrections
+    assert "\x1b[31mcorrection\x1b[0m" in legend and "exactness" in legend
+    # Into a file there are no codes.
+    assert generate(tiny_bundle, "-p", PROMPT, "--k", 4, "--show-rounds")[0] == plain
+
+
+def test_generate_reads_standard_input(tiny_bundle: Path) -> None:
+    text = "def añadir(a):\n    return 'ü' * 2\n"
+    assert generate(tiny_bundle, "-p", "-", input=text)[0] == generate(tiny_bundle, "-p", text)[0]
+
+
+@pytest.mark.parametrize("args", [["--k", "0"], ["--k", "4", "--drafter", "ngram"], []])
+def test_chat_over_a_pipe(tiny_bundle: Path, tiny_pipeline: Pipeline, args: list[str]) -> None:
+    """Two turns: the second prompt holds the first answer. An empty line leaves."""
+    messages: list[dict[str, str]] = []
+    answers = []
+    for line in ("one two", "three four"):
+        messages += as_messages(line)
+        answers.append(tiny_pipeline.generate(messages, max_new_tokens=8, k=0).text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    options = ["--threads", 2, "--max-new-tokens", 8, *args]
+    stdout, stderr = run("chat", tiny_bundle, *options, input="one two\nthree four\n\nfive six\n")
+    assert stdout == shown("".join(f"{answer}\n" for answer in answers))
+    assert stderr == ""
+    assert run("chat", tiny_bundle, *options, input="")[0] == ""
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"category": category, "prompt": text}) for category, text in PROMPTS]
+    path.write_text("\n\n".join(lines))
+    return path
+
+
+ARMS = ["plain", *(f"{drafter}, K={k}" for drafter in ("ngram", "model") for k in (2, 4))]
+
+
+def bench(bundle: Path, prompts: Path, *args: Any) -> str:
+    options = ["--k", "2,4", "--max-new-tokens", 12, "--threads", 2, *args]
+    stdout, stderr = run("bench", bundle, "--prompts", prompts, *options)
+    assert stderr == ""
+    return stdout
+
+
+def test_bench_json(tiny_bundle: Path, prompts: Path) -> None:
+    report = json.loads(bench(tiny_bundle, prompts, "--json"))
+    assert report["num_prompts"] == len(PROMPTS)
+    assert [arm["name"] for arm in report["arms"]] == ARMS
+    for arm in report["arms"]:
+        assert arm["identical"] == len(PROMPTS), arm
+        assert arm["tokens_per_second"] > 0
+        assert set(arm["speed_up_by_category"]) == {"fox", "code"}
+        assert arm["mean_acceptance_length"] >= 1
+        assert arm["verify_cost"] is None if arm["k"] == 0 else arm["verify_cost"] > 0
+    assert report["arms"][0]["speed_up"] == 1
+
+
+def test_bench_text(tiny_bundle: Path, prompts: Path) -> None:
+    head, costs, header, *rows = bench(tiny_bundle, prompts).splitlines()
+    assert head.startswith("llama int4, ") and "2 threads" in head
+    assert costs.startswith("one-row pass ") and ", c = " in costs
+    assert header.split()[:2] == ["tok/s", "ms/tok"] and header.endswith("same ids")
+    assert [row[:14].strip() for row in rows[: len(ARMS)]] == ARMS
+    assert all(row.endswith(f"{len(PROMPTS)} of {len(PROMPTS)}") for row in rows[: len(ARMS)])
+    assert "category" in rows[len(ARMS) + 1]
+    assert rows[len(ARMS) + 2].split() == ["fox", "code"]
+
+
+def test_help_and_version() -> None:
+    stdout, _ = run("--help")
+    for command in ("export", "inspect", "generate", "chat", "bench"):
+        assert f"  {command}" in stdout
+        assert "Usage:" in run(command, "-h")[0]
+    assert "0.1.0" in run("--version")[0]

@@ -1,0 +1,189 @@
+"""Row exactness: the probe finds what it should, and a ragged batch equals single runs bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from outrider.engines.bundle import Bundle, ModelInfo
+from outrider.engines.errors import OutriderError
+from outrider.engines.ort import OrtEngine
+from outrider.engines.probe import probe_rows
+from outrider.export import ExportOptions, export_bundle
+from outrider.export.attention import FusedLowering
+from outrider.runtime import Pipeline
+
+VOCAB = 50
+
+
+def hand_made_engine(path: Path, mixing: float, one_row_extra: float = 0.0) -> OrtEngine:
+    """logits = one-hot(id) + mixing * mean over the rows' ids + one_row_extra where the pass has one row."""
+    shape = ["batch", 1, 128, 16]
+    nodes = [
+        helper.make_node("Cast", ["input_ids"], ["ids.float"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["ids.float"], ["mean"], keepdims=1),
+        helper.make_node("Mul", ["mean", "mixing"], ["mixed"]),
+        helper.make_node("Shape", ["input_ids"], ["rows"], start=1, end=2),
+        helper.make_node("Equal", ["rows", "one"], ["is_one"]),
+        helper.make_node("Cast", ["is_one"], ["is_one.float"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["is_one.float", "extra"], ["offset"]),
+        helper.make_node("Add", ["mixed", "offset"], ["added"]),
+        helper.make_node("OneHot", ["input_ids", "depth", "values"], ["hot"]),
+        helper.make_node("Add", ["hot", "added"], ["all"]),
+        helper.make_node("Unsqueeze", ["logit_rows", "last"], ["index"]),
+        helper.make_node("GatherND", ["all", "index"], ["logits"], batch_dims=1),
+        helper.make_node("Identity", ["past_key.0"], ["present_key.0"]),
+        helper.make_node("Identity", ["past_value.0"], ["present_value.0"]),
+    ]
+    constants = [
+        helper.make_tensor("mixing", TensorProto.FLOAT, [], [mixing]),
+        helper.make_tensor("extra", TensorProto.FLOAT, [], [one_row_extra]),
+        helper.make_tensor("one", TensorProto.INT64, [1], [1]),
+        helper.make_tensor("last", TensorProto.INT64, [1], [-1]),
+        helper.make_tensor("depth", TensorProto.INT64, [], [VOCAB]),
+        helper.make_tensor("values", TensorProto.FLOAT, [2], [0.0, 1.0]),
+    ]
+    value = helper.make_tensor_value_info
+    caches = ("past_key.0", "past_value.0")
+    inputs = [
+        value("input_ids", TensorProto.INT64, ["batch", "rows_in"]),
+        value("cache_lengths", TensorProto.INT32, ["batch"]),
+        value("logit_rows", TensorProto.INT64, ["batch", "wanted"]),
+        *(value(name, TensorProto.FLOAT, shape) for name in caches),
+    ]
+    outputs = [
+        value("logits", TensorProto.FLOAT, ["batch", "wanted", VOCAB]),
+        *(value(name.replace("past", "present"), TensorProto.FLOAT, shape) for name in caches),
+    ]
+    graph = helper.make_graph(nodes, "hand-made", inputs, outputs, constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.save(model, path)
+    info = ModelInfo("", "hand-made", "fused", "fp32", 1, 1, 16, VOCAB, 128, "float32", 1, "tolerance", "", {})
+    return OrtEngine(path, info, threads=1)
+
+
+def test_independent_rows_are_bitwise(tmp_path: Path) -> None:
+    probe = probe_rows(hand_made_engine(tmp_path / "m.onnx", mixing=0.0), [3, 5, 9])
+    assert (probe.exactness, probe.min_rows, probe.max_difference) == ("bitwise", 1, 0.0)
+
+
+def test_a_one_row_kernel_of_its_own_is_found(tmp_path: Path) -> None:
+    probe = probe_rows(hand_made_engine(tmp_path / "m.onnx", mixing=0.0, one_row_extra=1e-3), [3, 5, 9])
+    assert (probe.exactness, probe.min_rows) == ("bitwise", 2)
+    assert probe.max_difference == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_rows_that_depend_on_each_other_are_refused(tmp_path: Path) -> None:
+    """What per-tensor dynamic quantization does: another row changes this row's logits."""
+    with pytest.raises(OutriderError, match="other rows of the pass change"):
+        probe_rows(hand_made_engine(tmp_path / "m.onnx", mixing=1e-4), [3, 5, 9])
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_the_spare_row_makes_one_row_passes_exact(
+    tiny: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it, one row gives the bits of many; without it, the same graph does not."""
+    options = ExportOptions(precision=precision, tiers=(2, 4, 8), max_length=96)
+    exact = export_bundle(str(tiny), None, tmp_path / "exact", options, threads=2).target
+    assert (exact.exactness, exact.min_rows) == ("bitwise", 1)
+
+    def without(self: FusedLowering, *arguments: object, spare_row: bool, ragged: bool) -> None:
+        original(self, *arguments, spare_row=False, ragged=ragged)  # type: ignore[arg-type]
+
+    original = FusedLowering.__init__
+    monkeypatch.setattr(FusedLowering, "__init__", without)
+    bare = export_bundle(str(tiny), None, tmp_path / "bare", options, threads=2).target
+    assert bare.min_rows == 2
+
+
+def test_all_row_counts_up_to_a_prefill_chunk_agree(smollm2_int4: Pipeline) -> None:
+    """A real model, int4: the last row's logits after 200 tokens, reached in passes of every width."""
+    engine = smollm2_int4.target_engine
+    ids = np.random.default_rng(3).integers(0, engine.info.vocab_size, 200)
+    results = []
+    for width in (1, 2, 3, 5, 9, 16, 67, 200):
+        for start in range(0, 200, width):
+            part = ids[None, start : start + width]
+            logits = engine.plan(part.shape[1], 1).run(part, np.full(1, start, np.int32))
+        results.append(logits[0, -1].copy())
+    assert all(np.array_equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("precision", ["int4", "fp32"])
+@pytest.mark.parametrize("lowering", ["fused", "standard"])
+def test_a_ragged_batch_equals_single_runs(tiny: Path, tmp_path: Path, precision: str, lowering: str) -> None:
+    """Two sequences of other lengths in one pass: batch is a dimension of the graph, and neighbours do not matter."""
+    if lowering == "standard" and precision == "int4":
+        pytest.skip("the standard lowering has no int4")
+    options = ExportOptions(precision=precision, lowering=lowering, tiers=(4,), max_length=96)
+    export_bundle(str(tiny), None, tmp_path / "bundle", options, threads=2)
+    bundle = Bundle(tmp_path / "bundle")
+    info, graph = bundle.manifest.target, bundle.path("target/model.onnx")
+    pair, single = OrtEngine(graph, info, threads=2, batch=2), OrtEngine(graph, info, threads=2)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 320, 40), rng.integers(0, 320, 29)]
+    lengths = np.zeros(2, np.int32)
+    expected: list[list[NDArray[np.float32]]] = [[], []]
+    for width in (7, 5, 2, 5):
+        rows = np.stack([text[start : start + width] for text, start in zip(texts, lengths, strict=True)])
+        found = pair.plan(width, width).run(rows, lengths).copy()
+        for which in range(2):
+            alone = single.plan(width, width)
+            _replay(single, texts[which], int(lengths[which]))
+            expected[which].append(alone.run(rows[which][None], lengths[which : which + 1])[0].copy())
+            assert np.array_equal(found[which], expected[which][-1])
+        lengths += np.array([width, width - 2], np.int32)  # the second sequence rolls back two rows each time
+
+
+def _replay(engine: OrtEngine, text: NDArray[np.int64], length: int) -> None:
+    if length:
+        engine.plan(length, 1).run(text[None, :length], np.zeros(1, np.int32))
+
+
+def test_the_probe_runs_again_on_another_machine(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle proved elsewhere is proved again here, where kernels may differ."""
+    import outrider.engines.ort as ort_engine
+    import outrider.runtime.generate as generate
+
+    calls = []
+    monkeypatch.setattr(generate, "probe_rows", lambda *a: calls.append(a) or probe_rows(*a))
+    assert Pipeline.load(tiny_bundle, threads=2).exactness == "bitwise"
+    assert calls == []
+    monkeypatch.setattr(ort_engine, "_device", lambda provider, threads: "another machine")
+    assert Pipeline.load(tiny_bundle, threads=2).exactness == "bitwise"
+    assert len(calls) == 1
+
+
+def test_one_session_serves_every_width(tiny_pipeline: Pipeline) -> None:
+    """Plans are made once and share the caches and the session."""
+    engine = tiny_pipeline.target_engine
+    assert engine.plan(5, 5) is engine.plan(5, 5)
+    assert engine.plan(5, 5) is not engine.plan(5, 1)
+
+
+def test_fixed_row_tiers_round_up(tiny_bundle: Path) -> None:
+    """Where each width is a captured graph, a pass takes the next wider plan, and its padding changes nothing."""
+    bundle = Bundle(tiny_bundle)
+    info, graph = bundle.manifest.target, bundle.path("target/model.onnx")
+    exact, tiered = OrtEngine(graph, info, threads=2), OrtEngine(graph, info, threads=2, row_tiers=(2, 5, 9))
+    assert tiered.plan(3, 3) is tiered.plan(5, 5)
+    ids = np.random.default_rng(1).integers(0, 320, (1, 14))
+    start = 0
+    for width in (7, 3, 1, 2, 1):
+        part, lengths = ids[:, start : start + width], np.full(1, start, np.int32)
+        assert np.array_equal(exact.plan(width, width).run(part, lengths), tiered.plan(width, width).run(part, lengths))
+        start += width
+
+
+def test_a_pass_beyond_the_cache_is_refused(tiny_pipeline: Pipeline) -> None:
+    engine = tiny_pipeline.target_engine
+    with pytest.raises(OutriderError, match="exceed the cache"):
+        engine.plan(2, 2).run(np.zeros((1, 2), np.int64), np.full(1, engine.info.capacity - 1, np.int32))
