@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from outrider.cli import options
-from outrider.engines.bundle import Manifest
+from outrider.engines.bundle import WEIGHTS, Manifest
 from outrider.engines.errors import OutriderError
 
 
@@ -69,7 +69,7 @@ def _print(out: Path, manifest: Manifest, seconds: float) -> None:
     for role, model in (("target", manifest.target), ("draft", manifest.draft)):
         if model is None:
             continue
-        size = (out / model.graph).with_name("weights.bin").stat().st_size / 1e6
+        size = (out / model.graph).with_name(WEIGHTS).stat().st_size / 1e6
         check = model.check
         click.echo(
             f"{role:7} {model.architecture}, {model.num_layers} layers, {model.precision}, {size:.1f} MB; against the "

@@ -27,6 +27,7 @@ FORMAT = "outrider-bundle"
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+WEIGHTS = "weights.bin"  # beside each graph
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
@@ -85,8 +86,9 @@ class Bundle:
             raise OutriderError(f"{self.folder / MANIFEST} is damaged: {error}; export the bundle again") from None
         for name, entry in self.files.items():
             _verify_file(self.folder, name, entry)
-        required = [TOKENIZER, *(model.graph for model in (self.manifest.target, self.manifest.draft) if model)]
-        for name in required:
+        graphs = [model.graph for model in (self.manifest.target, self.manifest.draft) if model]
+        weights = [PurePosixPath(graph).with_name(WEIGHTS).as_posix() for graph in graphs]
+        for name in (TOKENIZER, *graphs, *weights):
             if name not in self.files:
                 raise OutriderError(f"{self.folder / MANIFEST} does not list {name}; export the bundle again")
 

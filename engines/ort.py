@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from outrider.engines.buffers import Buffer
 from outrider.engines.bundle import ModelInfo
 from outrider.engines.errors import OutriderError
+from outrider.engines.huge_pages import huge_pages
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _CACHES = ("key", "value")
@@ -53,7 +54,8 @@ class OrtEngine:
         self.batch = batch
         self.provider = provider
         self.threads = threads or default_threads()
-        self.session = _open_session(graph, provider, self.threads)
+        with huge_pages():
+            self.session = _open_session(graph, provider, self.threads)
         self.device = _device(provider, self.threads)
         self._row_tiers = sorted(row_tiers)
         shape = (batch, info.num_kv_heads, info.capacity, info.head_dim)

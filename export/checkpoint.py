@@ -87,5 +87,4 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
-        reason = str(error).strip().splitlines()[0]
-        raise OutriderError(f"{hub_id} is no file or folder here, and the hub did not give it: {reason}") from None
+        raise OutriderError(f"{hub_id} is no file or folder here, and the hub did not give it: {error}") from None

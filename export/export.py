@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from outrider.engines.bundle import CHAT_TEMPLATE, TOKENIZER, Manifest, ModelInfo, new_bundle, write_manifest
+from outrider.engines.bundle import CHAT_TEMPLATE, TOKENIZER, WEIGHTS, Manifest, ModelInfo, new_bundle, write_manifest
 from outrider.engines.engine import PREFILL_CHUNK
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
@@ -20,7 +20,7 @@ from outrider.export.attention import LOWERINGS
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.decoder import build_decoder
-from outrider.export.graph import WEIGHTS_FILE, save_model
+from outrider.export.graph import save_model
 from outrider.export.pair import check_pair, vocabulary
 from outrider.export.quantize import PRECISIONS
 from outrider.export.reference import reference_logits
@@ -142,7 +142,7 @@ class _ModelJob:
                 f"{self.checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
             )
         (work / self.role).mkdir()
-        with (work / self.role / WEIGHTS_FILE).open("wb") as weights:
+        with (work / self.role / WEIGHTS).open("wb") as weights:
             model = build_decoder(
                 spec,
                 self.checkpoint,

@@ -11,7 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-WEIGHTS_FILE = "weights.bin"
+from outrider.engines.bundle import WEIGHTS
+
 CONTRIB = "com.microsoft"
 # ONNX Runtime maps external tensors: an offset that is a multiple of the page size needs no copy.
 _ALIGNMENT = 4096
@@ -104,6 +105,6 @@ def _value_info(name: str, dtype: Any, shape: Sequence[int | str]) -> onnx.Value
 def _external_tensor(name: str, dtype: Any, shape: Sequence[int], offset: int, length: int) -> TensorProto:
     tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims=shape)
     tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", WEIGHTS_FILE), ("offset", str(offset)), ("length", str(length))):
+    for key, value in (("location", WEIGHTS), ("offset", str(offset)), ("length", str(length))):
         tensor.external_data.add(key=key, value=value)
     return tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -87,7 +88,10 @@ def install() -> None:
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         python = environment / "bin" / "python"
         empty = _bytes(environment)
-        subprocess.run([python, "-m", "pip", "install", "-q", f"{ROOT}[cpu]"], check=True)
+        # From a copy: pip builds in place, and would leave its build folder in the source tree.
+        source = Path(folder) / "source"
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "bundles"))
+        subprocess.run([python, "-m", "pip", "install", "-q", f"{source}[cpu]"], check=True)
         print(f"base + cpu: {_bytes(environment) / 1e6:.0f} MB, {empty / 1e6:.0f} MB of it pip and setuptools")
         code = "import time; t = time.perf_counter(); import outrider.runtime; print(time.perf_counter() - t)"
         runs = [float(subprocess.run([python, "-c", code], check=True, capture_output=True).stdout) for _ in range(7)]

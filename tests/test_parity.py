@@ -103,7 +103,9 @@ def test_the_reference_equals_transformers(checkpoint: Path, ids: NDArray[np.int
     assert np.abs(found - transformers_logits(checkpoint, ids)).max() < 1e-3
 
 
-@pytest.mark.parametrize(("lowering", "precision"), [("fused", "fp16"), ("standard", "fp16"), ("fused", "int8"), ("fused", "int4")])
+@pytest.mark.parametrize(
+    ("lowering", "precision"), [("fused", "fp16"), ("standard", "fp16"), ("fused", "int8"), ("fused", "int4")]
+)
 def test_smaller_precisions_stay_close(
     checkpoint: Path, workdir: Path, ids: NDArray[np.int64], lowering: str, precision: str
 ) -> None:

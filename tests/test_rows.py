@@ -146,9 +146,7 @@ def _replay(engine: OrtEngine, text: NDArray[np.int64], length: int) -> None:
         engine.plan(length, 1).run(text[None, :length], np.zeros(1, np.int32))
 
 
-def test_the_probe_runs_again_on_another_machine(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_runs_again_on_another_machine(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle proved elsewhere is proved again here, where kernels may differ."""
     import outrider.engines.ort as ort_engine
     import outrider.runtime.generate as generate
