@@ -20,12 +20,7 @@ _LEGEND = {origin: "accepted draft" if origin is Origin.ACCEPTED else origin.val
 @click.argument("bundle", type=Path)
 @click.option("--prompt", "-p", required=True, help="The text; - reads standard input.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
-@options.max_new_tokens
-@options.k
-@options.drafter
-@click.option("--show-rounds", is_flag=True, help="Colour the text by where each token came from.")
-@options.threads
-@options.provider
+@options.decoding
 @options.as_json
 def generate(
     bundle: Path,
@@ -62,12 +57,7 @@ def generate(
 
 @click.command()
 @click.argument("bundle", type=Path)
-@options.max_new_tokens
-@options.k
-@options.drafter
-@click.option("--show-rounds", is_flag=True, help="Colour the text by where each token came from.")
-@options.threads
-@options.provider
+@options.decoding
 def chat(
     bundle: Path,
     max_new_tokens: int,

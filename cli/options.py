@@ -49,3 +49,13 @@ k: Decorator = click.option(
 )
 max_new_tokens: Decorator = click.option("--max-new-tokens", type=int, default=128, show_default=True)
 provider: Decorator = click.option("--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+show_rounds: Decorator = click.option(
+    "--show-rounds", is_flag=True, help="Colour the text by where each token came from."
+)
+
+
+def decoding(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that generates text."""
+    for option in (provider, threads, show_rounds, drafter, k, max_new_tokens):
+        command = option(command)
+    return command
