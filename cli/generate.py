@@ -87,10 +87,10 @@ def summary(result: GenerationResult) -> str:
     """One line: how much, how fast, and what speculation brought."""
     stats = result.stats
     head = f"{stats.num_output_tokens} tokens ({result.finish_reason}), {stats.tokens_per_second:.1f} tokens/s"
-    if not result.num_draft_tokens:
+    if not result.k:
         return f"{head}, plain decoding"
     return (
-        f"{head}, {result.drafter} K={result.num_draft_tokens}: {stats.mean_acceptance_length:.2f} tokens a verify "
+        f"{head}, {result.drafter} K={result.k}: {stats.mean_acceptance_length:.2f} tokens a verify "
         f"pass, {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafts accepted "
         f"({stats.draft_acceptance_rate:.0%}), exactness {result.exactness}"
     )

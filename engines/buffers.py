@@ -18,10 +18,8 @@ class Buffer:
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: str) -> None:
         import onnxruntime as ort
 
-        # Mapped memory is only reserved until a page of it is touched, so a long cache costs what is used of it.
-        # numpy's own allocations ask for huge pages, of which a few tokens would touch them all.
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        self.array: NDArray[Any] = np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
+        self.array = _reserve(size, dtype).reshape(shape)
         self.on_host = device == "cpu"
         self.value = ort.OrtValue.ortvalue_from_numpy(self.array, device, 0)
 
@@ -33,3 +31,16 @@ class Buffer:
     def read(self) -> NDArray[Any]:
         """The contents: a view on the host, a copy from a device."""
         return self.array if self.on_host else np.asarray(self.value.numpy())
+
+
+def _reserve(size: int, dtype: Any) -> NDArray[Any]:
+    """Zeroed memory that costs nothing until it is touched, page by page: a long cache costs what is used of it.
+
+    Private, so that a forked process gets its own; small pages, since a few tokens would touch every huge one.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.frombuffer(mmap.mmap(-1, size), dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype)

@@ -68,6 +68,13 @@ class Manifest:
     target: ModelInfo
     draft: ModelInfo | None
 
+    def __post_init__(self) -> None:
+        if not self.tiers or list(self.tiers) != sorted(set(self.tiers)) or self.tiers[0] < 1:
+            raise ValueError(f"manifest.tiers is {list(self.tiers)}")
+        for model in (self.target, self.draft):
+            if model is not None and model.capacity < self.max_length + self.tiers[-1] + 2:
+                raise ValueError(f"the capacity of {model.graph} is {model.capacity}, max_length {self.max_length}")
+
 
 class Bundle:
     """An opened bundle: every file present, unchanged and inside the folder.

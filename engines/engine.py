@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +11,11 @@ from numpy.typing import NDArray
 from outrider.engines.bundle import ModelInfo
 
 PREFILL_CHUNK = 256  # rows of a prefill pass; a longer prompt takes several
+
+
+def row_counts(tiers: Sequence[int]) -> list[int]:
+    """The numbers of rows of a bundle's fixed plans: a step, its padded form, each verify pass, a prefill chunk."""
+    return sorted({1, 2, *(k + 1 for k in tiers), PREFILL_CHUNK})
 
 
 class Plan(Protocol):
@@ -42,8 +48,12 @@ class Engine(Protocol):
     batch: int
     device: str
 
-    def plan(self, rows: int, logit_rows: int) -> Plan:
-        """The smallest plan that takes ``rows`` tokens and gives ``logit_rows`` rows of logits; made once and kept."""
+    def plan(self, rows: int, logit_rows: int, exact: bool = True) -> Plan:
+        """The smallest plan that takes ``rows`` tokens and gives ``logit_rows`` rows of logits; made once and kept.
+
+        ``exact`` gives a one-row pass the bits of a wider one where the graph can, at the price of a spare row in
+        attention; without it, it is as fast as it can be.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:

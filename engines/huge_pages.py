@@ -11,28 +11,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+Region = tuple[int, int]
+
 _MAPS = Path("/proc/self/maps")
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SIZE = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1: assemble huge pages now, in place
 
 
 @contextmanager
 def huge_pages() -> Iterator[None]:
-    """Back with huge pages what the block allocates and keeps. A hint: where the system refuses it, nothing changes."""
+    """Back with huge pages what the block allocates and keeps. A hint: where it is not heard, nothing changes."""
     before = _regions()
     yield
-    if not before:
+    if not before or not _allowed():
         return
     libc = ctypes.CDLL(None)
-    for start, end in _regions().items():
-        first, last = -(-max(start, before.get(start, 0)) // _SIZE) * _SIZE, end // _SIZE * _SIZE
+    for start, end in _new(_regions(), before):
+        first, last = -(-start // _SIZE) * _SIZE, end // _SIZE * _SIZE
         if last > first:
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE)
 
 
-def _regions() -> dict[int, int]:
-    """start -> end of the private anonymous memory of this process; empty where there is no Linux to ask."""
-    found: dict[int, int] = {}
+def _allowed() -> bool:
+    """Whether the system's owner lets processes ask for huge pages."""
+    try:
+        return "[never]" not in _SETTING.read_text()
+    except OSError:
+        return False
+
+
+def _new(after: list[Region], before: list[Region]) -> Iterator[Region]:
+    """What of ``after`` was not in ``before``: regions grow and merge."""
+    for start, end in after:
+        for old_start, old_end in before:  # both lists rise
+            if old_end <= start or old_start >= end:
+                continue
+            if old_start > start:
+                yield start, old_start
+            start = max(start, old_end)
+        if start < end:
+            yield start, end
+
+
+def _regions() -> list[Region]:
+    """Private anonymous memory of this process as rising (start, end); empty where there is no Linux to ask."""
+    found: list[Region] = []
     if sys.platform != "linux":
         return found
     with suppress(OSError):
@@ -40,5 +64,5 @@ def _regions() -> dict[int, int]:
             span, mode, _, _, inode, *name = line.split(maxsplit=5)
             if mode == "rw-p" and inode == "0" and (not name or name[0] == "[heap]"):
                 start, end = span.split("-")
-                found[int(start, 16)] = int(end, 16)
+                found.append((int(start, 16), int(end, 16)))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,14 @@ _CACHES = ("key", "value")
 
 
 def default_threads() -> int:
-    """The processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The processors this process may use, the quota of its container included."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            count = min(count, max(1, int(limit) // int(period)))
+    return count
 
 
 class OrtEngine:
@@ -50,12 +57,19 @@ class OrtEngine:
         batch: int = 1,
         row_tiers: Sequence[int] = (),
     ) -> None:
+        if provider == "cuda" and (info.precision, info.lowering) != ("fp16", "fused"):
+            raise OutriderError(
+                f"{graph} is {info.precision}, {info.lowering}; the cuda provider runs --precision fp16 "
+                "--lowering fused"
+            )
         self.info = info
         self.batch = batch
         self.provider = provider
         self.threads = threads or default_threads()
-        with huge_pages():
+        with huge_pages() if provider == "cpu" else nullcontext():
             self.session = _open_session(graph, provider, self.threads)
+        self.input_names = {entry.name for entry in self.session.get_inputs()}
+        _check_shapes(graph, info, self.session)
         self.device = _device(provider, self.threads)
         self._row_tiers = sorted(row_tiers)
         shape = (batch, info.num_kv_heads, info.capacity, info.head_dim)
@@ -66,11 +80,11 @@ class OrtEngine:
         }
         self.cache_lengths = Buffer((batch,), np.int32, provider)
         self._logits: dict[int, Buffer] = {}
-        self._plans: dict[tuple[int, int], OrtPlan] = {}
+        self._plans: dict[tuple[int, int, bool], OrtPlan] = {}
 
-    def plan(self, rows: int, logit_rows: int) -> OrtPlan:
+    def plan(self, rows: int, logit_rows: int, exact: bool = True) -> OrtPlan:
         tier = next((tier for tier in self._row_tiers if tier >= rows), rows)
-        key = (tier, tier if logit_rows == rows else logit_rows)
+        key = (tier, tier if logit_rows == rows else logit_rows, exact and tier == 1)
         if key not in self._plans:
             self._plans[key] = OrtPlan(self, *key, graph_id=len(self._plans) + 1)
         return self._plans[key]
@@ -101,7 +115,7 @@ class OrtEngine:
 class OrtPlan:
     """See ``engine.Plan``. Small inputs are written in place; nothing is bound after construction."""
 
-    def __init__(self, engine: OrtEngine, rows: int, logit_rows: int, graph_id: int) -> None:
+    def __init__(self, engine: OrtEngine, rows: int, logit_rows: int, spare_row: bool, graph_id: int) -> None:
         import onnxruntime as ort
 
         self.rows = rows
@@ -109,6 +123,7 @@ class OrtPlan:
         device = engine.provider
         self._run = engine.session.run_with_iobinding
         self._capacity = engine.info.capacity
+        self._attention_rows = rows + spare_row
         self._ids = Buffer((engine.batch, rows), np.int64, device)
         self._lengths = engine.cache_lengths
         self._wanted = Buffer((engine.batch, logit_rows), np.int64, device)
@@ -120,6 +135,12 @@ class OrtPlan:
             self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
         self._binding = engine.session.io_binding()
         inputs = {"input_ids": self._ids, "cache_lengths": self._lengths, "logit_rows": self._wanted}
+        if "spare_rows" in engine.input_names:
+            inputs["spare_rows"] = Buffer((1,), np.int64, device)
+            inputs["spare_rows"].write(int(spare_row))
+        if "rows" in engine.input_names:
+            inputs["rows"] = Buffer((1,), np.int32, device)
+            inputs["rows"].write(rows)
         for name, buffer in inputs.items():
             self._binding.bind_ortvalue_input(name, buffer.value)
         for name, buffer in engine.caches.items():
@@ -130,9 +151,9 @@ class OrtPlan:
     def run(self, input_ids: NDArray[np.int64], cache_lengths: NDArray[np.int32]) -> NDArray[np.float32]:
         valid = input_ids.shape[1]
         longest = max(cache_lengths.tolist())  # not .max(): a reduction of one number costs 20 us on cold caches
-        if longest + self.rows > self._capacity:
+        if longest + self._attention_rows > self._capacity:
             raise OutriderError(
-                f"{longest} cached tokens and {self.rows} rows exceed the cache of {self._capacity} "
+                f"{longest} cached tokens and {self._attention_rows} rows exceed the cache of {self._capacity} "
                 "positions; export with a larger --max-length"
             )
         ids = input_ids
@@ -142,6 +163,7 @@ class OrtPlan:
         self._lengths.write(cache_lengths)
         first = max(0, valid - self.logit_rows)
         if first != self._first_wanted:
+            self._first_wanted = -1  # an interrupt in between must not leave the old value beside the new rows
             self._wanted.write(np.arange(first, first + self.logit_rows))
             self._first_wanted = first
         self._run(self._binding, self._options)
@@ -185,6 +207,18 @@ def _open_session(graph: Path, provider: str, threads: int) -> Any:
     if provider == "cuda":
         providers = [(_PROVIDERS[provider], {"enable_cuda_graph": "1"})]
     try:
-        return ort.InferenceSession(str(graph), options, providers=providers)
+        session = ort.InferenceSession(str(graph), options, providers=providers)
     except Exception as error:  # ONNX Runtime raises many types, none of them its own
-        raise OutriderError(f"{graph} does not load: {str(error).splitlines()[0]}") from None
+        raise OutriderError(f"{graph} does not load: {error}") from None
+    if session.get_providers()[0] != _PROVIDERS[provider]:  # it falls back to the CPU with a log line only
+        raise OutriderError(f"{_PROVIDERS[provider]} does not start here; check the driver and the CUDA libraries")
+    return session
+
+
+def _check_shapes(graph: Path, info: ModelInfo, session: Any) -> None:
+    """The manifest and the graph must speak of the same model."""
+    shapes = {entry.name: entry.shape for entry in [*session.get_inputs(), *session.get_outputs()]}
+    cache = [info.num_kv_heads, info.capacity, info.head_dim]
+    last = f"past_value.{info.num_layers - 1}"
+    if shapes.get(last, [])[1:] != cache or shapes.get("logits", [])[-1:] != [info.vocab_size]:
+        raise OutriderError(f"{graph} is not the model that its manifest describes; export the bundle again")

@@ -43,38 +43,50 @@ class Lowering(Protocol):
 
 
 class FusedLowering:
-    """Args: ``spare_row`` repeats a row inside attention, so that one-row passes take the many-row kernel."""
+    """Args: ``exact_rows`` gives attention as many zero rows more as the input ``spare_rows`` says.
+
+    On the CPU a single row takes a kernel of its own, whose bits differ from a row's among many; with a spare row
+    beside it, it takes the many-row kernel. There, too, each sequence of a batch has its own number of rows.
+    """
 
     opset = 21
     head_dim_multiple = 16  # of the CPU kernel with rotary positions
 
-    def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int, *, spare_row: bool, ragged: bool) -> None:
+    def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int, *, exact_rows: bool) -> None:
         self._graph = graph
         self._spec = spec
         self._capacity = capacity
-        self._spare_row = spare_row
-        self._ragged = ragged
+        self._exact_rows = exact_rows
 
     def begin(self) -> None:
         graph = self._graph
         _rotary_tables(graph, self._spec, self._capacity)
         # The length that bounds the kernel's loops is cache_last; the total is only an upper bound, so it is fixed.
         graph.constant("cache_capacity", self._capacity, np.int32)
-        rows = graph.node("Shape", ["input_ids"], "rows.shape", start=1, end=2)
-        rows = graph.node("Cast", [rows], "rows", to=_onnx_type(np.int32))
-        if self._spare_row:
-            rows = graph.node("Add", [rows, graph.constant("one.int32", [1], np.int32)], "rows.attention")
+        rows = self._attention_rows()
         end = graph.node("Add", ["cache_lengths", rows], "cache_end")
         graph.node("Sub", [end, graph.constant("one.int32", [1], np.int32)], "cache_last")
+
+    def _attention_rows(self) -> str:
+        """The number of rows in attention, int32 [1]; with ``exact_rows`` also ``spare`` and ``query_rows``.
+
+        What spare rows hold does not matter: no row depends on another, and the next pass overwrites their cache.
+        """
+        graph = self._graph
+        if not self._exact_rows:  # an input, since shapes live on the host and a captured graph must not copy
+            return graph.input("rows", np.int32, [1])
+        rows = graph.node("Shape", ["input_ids"], "rows.shape", start=1, end=2)
+        rows = graph.node("Cast", [rows], "rows", to=_onnx_type(np.int32))
+        graph.input("spare_rows", np.int64, [1])
+        width = (self._spec.num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim
+        zero = graph.constant("spare.zero", np.zeros((1, 1, width)), graph.float_dtype)
         batch = graph.node("Shape", ["input_ids"], "batch.shape", start=0, end=1)
-        if self._ragged:
-            graph.node("Expand", [rows, batch], "query_rows")
-        if self._spare_row:
-            width = (self._spec.num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim
-            zero = graph.constant("spare_row.zero", np.zeros((1, 1, width)), graph.float_dtype)
-            one = graph.constant("one", [1])
-            shape = graph.node("Concat", [batch, one, one], "spare_row.shape", axis=0)
-            graph.node("Expand", [zero, shape], "spare_row")
+        shape = graph.node("Concat", [batch, "spare_rows", graph.constant("one", [1])], "spare.shape", axis=0)
+        graph.node("Expand", [zero, shape], "spare")
+        count = graph.node("Cast", ["spare_rows"], "spare.count", to=_onnx_type(np.int32))
+        rows = graph.node("Add", [rows, count], "rows.attention")
+        graph.node("Expand", [rows, batch], "query_rows")
+        return rows
 
     def norm(self, x: str, weight: str, name: str) -> str:
         epsilon = self._spec.norm_epsilon
@@ -95,12 +107,11 @@ class FusedLowering:
 
     def attention(self, qkv: str, layer: int, name: str) -> str:
         graph = self._graph
-        # What the spare row holds does not matter: no row depends on another, and the next pass overwrites its cache.
-        rows = graph.node("Concat", [qkv, "spare_row"], f"{name}.rows", axis=1) if self._spare_row else qkv
-        output = f"{name}.all_rows" if self._spare_row else name
+        rows = graph.node("Concat", [qkv, "spare"], f"{name}.rows", axis=1) if self._exact_rows else qkv
+        output = f"{name}.all_rows" if self._exact_rows else name
         caches = [f"past_key.{layer}", f"past_value.{layer}"]
         inputs = [rows, "", "", *caches, "cache_last", "cache_capacity", "rotary_cos", "rotary_sin"]
-        if self._ragged:
+        if self._exact_rows:
             inputs += [""] * 7 + ["query_rows"]
         graph.nodes(
             "GroupQueryAttention",
@@ -111,9 +122,9 @@ class FusedLowering:
             kv_num_heads=self._spec.num_kv_heads,
             do_rotary=1,
         )
-        if not self._spare_row:
+        if not self._exact_rows:
             return output
-        cut = [graph.constant("cut.starts", [0]), graph.constant("cut.ends", [-1]), graph.constant("one", [1])]
+        cut = [graph.constant("zero", [0]), "rows.shape", graph.constant("one", [1])]
         return graph.node("Slice", [output, *cut], name)
 
 

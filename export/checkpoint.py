@@ -15,7 +15,7 @@ from outrider.engines.errors import OutriderError
 
 _SLAB_BYTES = 32 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 @dataclass(frozen=True)

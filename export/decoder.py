@@ -5,6 +5,9 @@ The graph contract, the same for prefill, verify and plain decoding (they differ
   inputs   input_ids      int64 [B, R]
            cache_lengths  int32 [B]      tokens already in the cache; a smaller value than before is a rollback
            logit_rows     int64 [B, N]   rows whose logits are wanted: a prefill wants only its last
+           spare_rows     int64 [1]      fused fp32 and quantized graphs only: 1 where a one-row pass must have the bits
+                                         of a wider one, else 0
+           rows           int32 [1]      fused fp16 graphs only: R
            past_key.i, past_value.i      [B, H_kv, capacity, D]
   outputs  logits         float32 [B, N, V]
            present_key.i, present_value.i   to be bound to the memory of the pasts
@@ -64,12 +67,11 @@ def build_decoder(
             f"{checkpoint.path}: head_dim is {spec.head_dim}, and --lowering fused needs a multiple of "
             f"{FusedLowering.head_dim_multiple}; use --lowering standard"
         )
-    graph = GraphBuilder(weights, float_dtype, FusedLowering.opset if lowering == "fused" else StandardLowering.opset)
+    graph = GraphBuilder(weights, float_dtype)
     lowered: Lowering
     if lowering == "fused":
         # fp16 is for GPUs: their attention kernel has no ragged form yet, and fixed plans settle the rows there.
-        on_cpu = precision != "fp16"
-        lowered = FusedLowering(graph, spec, capacity, spare_row=on_cpu, ragged=on_cpu)
+        lowered = FusedLowering(graph, spec, capacity, exact_rows=precision != "fp16")
     else:
         lowered = StandardLowering(graph, spec, capacity)
     return _Decoder(graph, spec, checkpoint, lowered, precision, capacity, progress).build()
@@ -120,7 +122,7 @@ class _Decoder:
         else:
             graph.node("Cast", [head.matmul(normed, "logits.half")], "logits", to=int(onnx.TensorProto.FLOAT))
         self.progress("head")
-        return graph.model(spec.architecture)
+        return graph.model(spec.architecture, lower.opset)
 
     def _declare(self) -> None:
         graph, spec = self.graph, self.spec

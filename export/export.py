@@ -14,7 +14,7 @@ from outrider.engines.bundle import CHAT_TEMPLATE, TOKENIZER, WEIGHTS, Manifest,
 from outrider.engines.engine import PREFILL_CHUNK
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
-from outrider.engines.probe import RowProbe, probe_rows
+from outrider.engines.probe import probe_rows
 from outrider.export.architectures import decoder_spec
 from outrider.export.attention import LOWERINGS
 from outrider.export.check import check_engine
@@ -48,13 +48,15 @@ class ExportOptions:
             raise OutriderError(f"unknown lowering {self.lowering!r}; choose one of {', '.join(LOWERINGS)}")
         if not self.tiers or min(self.tiers) < 1 or list(self.tiers) != sorted(set(self.tiers)):
             raise OutriderError(f"tiers {list(self.tiers)} must be rising whole numbers from 1 up, as in --k 2,4,8")
+        if max(self.tiers) >= PREFILL_CHUNK:
+            raise OutriderError(f"K = {max(self.tiers)} is too large; a pass has at most {PREFILL_CHUNK} rows")
         if self.max_length < 2:
             raise OutriderError(f"--max-length {self.max_length} leaves no room for a prompt and a token")
 
     @property
     def capacity(self) -> int:
         """Cache positions: the longest sequence, and room behind it for the padding of the widest pass."""
-        needed = self.max_length + max(max(self.tiers) + 2, PREFILL_CHUNK)
+        needed = self.max_length + PREFILL_CHUNK
         return -(-needed // 8) * 8
 
 
@@ -131,7 +133,7 @@ class _ModelJob:
         engine = OrtEngine(work / info.graph, info, threads=self.threads)
         check = check_engine(engine, expected, ids, self.options.precision, self.checkpoint.path)
         self.steps.step(f"{self.role}: compared with the checkpoint")
-        probe = self._probe(engine)
+        probe = probe_rows(engine, self.options.tiers)
         self.steps.step(f"{self.role}: row probe")
         return replace(info, check=check, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
 
@@ -170,10 +172,6 @@ class _ModelJob:
             check={},
         )
 
-    def _probe(self, engine: OrtEngine) -> RowProbe:
-        counts = [*range(1, max(self.options.tiers) + 2), PREFILL_CHUNK]
-        return probe_rows(engine, counts)
-
 
 def _cut(spec: DecoderSpec, vocab: dict[str, int], source: str) -> DecoderSpec:
     """Without the rows that pad the embedding behind the last token: no id outside the tokenizer is ever proposed."""
@@ -184,6 +182,10 @@ def _cut(spec: DecoderSpec, vocab: dict[str, int], source: str) -> DecoderSpec:
 
 
 def _write_tokenizer(work: Path, files: TokenizerFiles) -> None:
-    (work / TOKENIZER).write_text(files.json, encoding="utf-8")
+    tokenizer = Tokenizer.from_str(files.json)
+    # Saved settings of somebody's training run: they would cut or pad prompts without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.save(str(work / TOKENIZER))
     if files.chat_template:
         (work / CHAT_TEMPLATE).write_text(files.chat_template, encoding="utf-8")

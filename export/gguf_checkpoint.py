@@ -69,7 +69,10 @@ class GGUFCheckpoint:
         heads = self._rotary_heads(name)
         if heads is None:
             return self._dequantize(tensor, start, stop)
-        return _undo_rotary_order(self._dequantize(tensor, 0, tensor.data.shape[0]), heads)[start:stop]
+        size = int(tensor.shape[-1]) // heads  # whole heads around the wanted rows
+        first, last = start // size * size, -(-stop // size) * size
+        rows = _undo_rotary_order(self._dequantize(tensor, first, last), (last - first) // size)
+        return rows[start - first : stop - first]
 
     def tokenizer(self) -> TokenizerFiles:
         with _damage_named(self.path):
@@ -78,6 +81,8 @@ class GGUFCheckpoint:
     def _dequantize(self, tensor: Any, start: int, stop: int) -> NDArray[np.float32]:
         import gguf
 
+        if len(tensor.shape) == 1:  # one row, whatever the bytes of its type
+            return gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)[start:stop]
         rows = gguf.dequantize(tensor.data[start:stop], tensor.tensor_type).astype(np.float32, copy=True)
         # The reader maps the whole file; pages already read need not stay in memory.
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -117,6 +122,8 @@ class GGUFCheckpoint:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         head_dim = self.metadata(f"{prefix}.attention.key_length") or self.metadata(f"{prefix}.rope.dimension_count")
         config["head_dim"] = head_dim or config["hidden_size"] // config["num_attention_heads"]
+        rotated = self.metadata(f"{prefix}.rope.dimension_count") or config["head_dim"]
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
         embedding = self._tensors.get("token_embd.weight")
         if embedding is not None:
             config["vocab_size"] = int(embedding.shape[1])
@@ -127,9 +134,11 @@ class GGUFCheckpoint:
     def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
         if _ROPE_FACTORS in self._tensors:
             tensor = self._tensors[_ROPE_FACTORS]
-            factors = self._dequantize(tensor, 0, tensor.data.shape[0])
+            factors = self._dequantize(tensor, 0, int(tensor.shape[0]))
             return {"rope_type": "factors", "factors": factors.tolist()}
         kind = self.metadata(f"{prefix}.rope.scaling.type")
+        if self.metadata(f"{prefix}.rope.scale_linear") not in (None, 1.0):  # the key of old files
+            kind = "linear"
         if kind in (None, "none"):
             return None
         return {"rope_type": kind, "factor": self.metadata(f"{prefix}.rope.scaling.factor")}

@@ -26,10 +26,9 @@ class GraphBuilder:
         float_dtype: the dtype of activations and caches.
     """
 
-    def __init__(self, weights: BinaryIO, float_dtype: np.dtype[Any], opset: int) -> None:
+    def __init__(self, weights: BinaryIO, float_dtype: np.dtype[Any]) -> None:
         self.float_dtype = float_dtype
         self._weights = weights
-        self._opset = opset
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: dict[str, TensorProto] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -81,11 +80,11 @@ class GraphBuilder:
         self._initializers[name] = tensor
         return name
 
-    def model(self, name: str) -> onnx.ModelProto:
+    def model(self, name: str, opset: int) -> onnx.ModelProto:
         graph = helper.make_graph(
             self._nodes, name, self._inputs, self._outputs, initializer=list(self._initializers.values())
         )
-        opsets = [helper.make_opsetid("", self._opset)]
+        opsets = [helper.make_opsetid("", opset)]
         if any(node.domain == CONTRIB for node in self._nodes):
             opsets.append(helper.make_opsetid(CONTRIB, 1))
         return helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="outrider")

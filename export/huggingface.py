@@ -14,6 +14,7 @@ from outrider.export.checkpoint import TokenizerFiles
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = ("F32", "F16", "BF16")
 _TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -25,6 +26,11 @@ class HuggingFaceCheckpoint:
         if not (path / "config.json").is_file():
             raise OutriderError(f"{path} has no config.json; pass the folder of a Hugging Face checkpoint")
         self.config: dict[str, Any] = _read_json(path / "config.json")
+        if self.config.get("quantization_config"):
+            raise OutriderError(
+                f"{path}: quantized checkpoints (quantization_config in config.json) are not supported; "
+                "export from the original weights"
+            )
         self._file_of = self._index()
         self._shapes = self._read_shapes()
 
@@ -97,7 +103,14 @@ class HuggingFaceCheckpoint:
         shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(set(self._file_of.values())):
             with _open(path) as file:
-                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118
+                    entry = file.get_slice(name)
+                    shapes[name] = tuple(entry.get_shape())
+                    if entry.get_dtype() not in _DTYPES:
+                        raise OutriderError(
+                            f"{path}: tensor {name} has type {entry.get_dtype()}; types that can be read: "
+                            f"{', '.join(_DTYPES)}"
+                        )
         for name, path in self._file_of.items():
             if name not in shapes:
                 raise OutriderError(f"{path} has no tensor {name}, and {_INDEX} names it; download the shard again")

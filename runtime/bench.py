@@ -52,7 +52,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """``costs``: v(K) by K and c, see ``measure_costs``. The first arm is plain decoding at its fastest, one row."""
+    """The first arm is plain decoding at its fastest: one row a pass, whatever its bits. The second is plain decoding
+    with the bits that all others must reproduce. ``verify_cost`` is v(K) by K, ``draft_cost`` c (``measure_costs``).
+    """
 
     arms: list[Arm]
     num_prompts: int
@@ -151,8 +153,7 @@ def run_bench(
         for arm in arms if number % 2 == 0 else reversed(arms):
             results[arm.name] = _decode_once(pipeline, arm, ids, max_new_tokens)
             progress()
-        exact = [arm.name for arm in arms if arm.drafter == "none"][-1]
-        reference = results[exact][0].tokens
+        reference = results["plain, exact"][0].tokens
         for arm in arms:
             output, stats = results[arm.name]
             arm.add(prompt.category, stats, output.tokens == reference)
@@ -162,9 +163,7 @@ def run_bench(
 
 
 def plan_arms(pipeline: Pipeline, tiers: Sequence[int]) -> list[Arm]:
-    arms = [Arm("plain", "none", 0)]
-    if pipeline.target.min_rows > 1:  # where one-row passes have other bits, the exact plain loop is an arm of its own
-        arms.append(Arm(f"plain, {pipeline.target.min_rows} rows", "none", 0))
+    arms = [Arm("plain", "none", 0), Arm("plain, exact", "none", 0)]
     for drafter in ("ngram", "model") if pipeline.draft else ("ngram",):
         arms += [Arm(f"{drafter}, K={k}", drafter, k) for k in tiers]
     return arms
@@ -181,28 +180,29 @@ def encode_prompt(pipeline: Pipeline, prompt: Prompt) -> list[int]:
 
 def measure_costs(pipeline: Pipeline, tiers: Sequence[int]) -> tuple[dict[int, float], float | None, float]:
     """v(K) by K, c (None without a draft model), and the seconds of a one-row target pass, interleaved medians."""
-    row_counts = [1, *(k + 1 for k in tiers)]
-    jobs: list[tuple[Engine, int]] = [(pipeline.target_engine, rows) for rows in row_counts]
-    if pipeline.draft_engine is not None:
-        jobs.append((pipeline.draft_engine, 1))
+    widths = [1, *(k + 1 for k in tiers)]
+    jobs: list[tuple[Engine, int]] = [(pipeline.target_engine, rows) for rows in widths]
+    if pipeline.draft is not None:
+        jobs.append((pipeline.draft.engine, pipeline.draft.min_rows))
     seconds: list[list[float]] = [[] for _ in jobs]
     lengths = np.full(1, _CONTEXT, np.int32)
     for _ in range(_REPEATS):
         for job, (engine, rows) in enumerate(jobs):
-            plan, ids = engine.plan(rows, rows), np.ones((1, rows), np.int64)
+            plan, ids = engine.plan(rows, rows, exact=False), np.ones((1, rows), np.int64)
             start = perf_counter()
             plan.run(ids, lengths)
             seconds[job].append(perf_counter() - start)
     medians = [statistics.median(times) for times in seconds]
     verify = {k: medians[1 + index] / medians[0] for index, k in enumerate(tiers)}
-    return verify, medians[-1] / medians[0] if pipeline.draft_engine is not None else None, medians[0]
+    return verify, medians[-1] / medians[0] if pipeline.draft is not None else None, medians[0]
 
 
 def _decode_once(pipeline: Pipeline, arm: Arm, ids: list[int], max_new_tokens: int) -> tuple[Output, DecodeStats]:
-    output = Output(min(max_new_tokens, pipeline.manifest.max_length - len(ids)), pipeline.manifest.eos_token_ids)
+    output = pipeline.new_output(ids, max_new_tokens)
     stats = DecodeStats(num_prompt_tokens=len(ids))
-    fastest = CachedModel(pipeline.target_engine, min_rows=1)
-    model = fastest if arm.name == "plain" else pipeline.target
+    model = pipeline.target
+    if arm.name == "plain":
+        model = CachedModel(pipeline.target_engine, model.min_rows, exact=False)
     drafter: Drafter = pipeline.drafter(arm.drafter)
     for _ in decode(model, drafter, ids, arm.k, output, stats):
         pass

@@ -26,6 +26,10 @@ class Output:
     origins: list[Origin] = field(default_factory=list)
     finish_reason: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens == 0:
+            self.finish_reason = "length"
+
     @property
     def remaining(self) -> int:
         return self.max_new_tokens - len(self.tokens)

@@ -19,7 +19,7 @@ def decode(
     target: CachedModel,
     drafter: Drafter,
     prompt: Sequence[int],
-    num_draft_tokens: int,
+    k: int,
     output: Output,
     stats: DecodeStats,
 ) -> Iterator[int]:
@@ -27,7 +27,7 @@ def decode(
 
     Args:
         prompt: at least one token; prompt and output together must fit the target's cache.
-        num_draft_tokens: K, the most tokens drafted in a round; 0 is plain decoding.
+        k: K, the most tokens drafted in a round; 0 is plain decoding.
         output: empty, with room for at least one token.
     """
     tokens = list(prompt)
@@ -42,8 +42,8 @@ def decode(
     while running:
         with stats.round(target, drafter):
             # Draft. The target adds a token of its own to each round, so K leaves room for it.
-            k = min(num_draft_tokens, output.remaining - 1)
-            drafts = drafter.propose(tokens, k) if k > 0 else []
+            room = min(k, output.remaining - 1)
+            drafts = drafter.propose(tokens, room) if room > 0 else []
             # Verify the last committed token and the drafts in one pass.
             chosen = choose(target.extend([tokens[-1], *drafts], len(drafts) + 1)).tolist()
             # Accept.

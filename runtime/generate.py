@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from outrider.engines.bundle import Bundle, ModelInfo
-from outrider.engines.engine import PREFILL_CHUNK
+from outrider.engines.engine import row_counts
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import probe_rows
@@ -26,14 +27,14 @@ DRAFTERS = ("model", "ngram", "none")
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """``exactness`` is ``bitwise`` when the rows of this engine were proved equal: the text is plain decoding's own."""
+    """``exactness`` is ``bitwise`` when the row probe held on this machine: the text is plain decoding's own."""
 
     text: str
     token_ids: list[int]
     origins: list[Origin]
     finish_reason: str
     drafter: str
-    num_draft_tokens: int
+    k: int
     exactness: str
     stats: DecodeStats
 
@@ -59,13 +60,14 @@ class Pipeline:
         self.codec = TextCodec(bundle)
         self.target_engine = self._open(self.manifest.target, threads, provider)
         self.draft_engine = self._open(self.manifest.draft, threads, provider) if self.manifest.draft else None
-        self.exactness, min_rows = self._prove_rows()
+        self.exactness, min_rows = self._probe_rows()
         self.target = CachedModel(self.target_engine, min_rows)
         self.draft = CachedModel(self.draft_engine, self.draft_engine.info.min_rows) if self.draft_engine else None
         self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
         if self.draft is not None:
             self._drafters["model"] = ModelDrafter(self.draft, self.manifest.eos_token_ids)
-        self._request = 0
+        self.lock = Lock()  # a round at a time, whatever thread it is for
+        self.owner: Generation | None = None
 
     @classmethod
     def load(cls, folder: str | Path, *, threads: int | None = None, provider: str = "cpu") -> Pipeline:
@@ -114,8 +116,7 @@ class Pipeline:
         if max_new_tokens < 0:
             raise OutriderError(f"max_new_tokens {max_new_tokens} is negative; use 0 or more")
         name, k = self._choose_drafter(drafter, k)
-        room = min(max_new_tokens, self.manifest.max_length - len(ids))
-        return Generation(self, ids, name, k, Output(room, self.manifest.eos_token_ids))
+        return Generation(self, ids, name, k, self.new_output(ids, max_new_tokens))
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a prompt.
@@ -161,29 +162,32 @@ class Pipeline:
         self.check_k(k)
         return ("none", 0) if k == 0 or name == "none" else (name, k)
 
-    def _open(self, info: ModelInfo, threads: int | None, provider: str) -> OrtEngine:
-        rows = () if provider == "cpu" else (1, 2, *(tier + 1 for tier in self.manifest.tiers), PREFILL_CHUNK)
-        return OrtEngine(self.bundle.path(info.graph), info, provider=provider, threads=threads, row_tiers=rows)
+    def new_output(self, prompt: Sequence[int], max_new_tokens: int) -> Output:
+        """An empty output with room for what was asked and still fits the context behind ``prompt``."""
+        room = min(max_new_tokens, self.manifest.max_length - len(prompt))
+        return Output(room, self.manifest.eos_token_ids)
 
-    def _prove_rows(self) -> tuple[str, int]:
-        """The export's proof holds for the machine it ran on; elsewhere kernels may differ, and it is run again."""
+    def _open(self, info: ModelInfo, threads: int | None, provider: str) -> OrtEngine:
+        tiers = () if provider == "cpu" else row_counts(self.manifest.tiers)
+        return OrtEngine(self.bundle.path(info.graph), info, provider=provider, threads=threads, row_tiers=tiers)
+
+    def _probe_rows(self) -> tuple[str, int]:
+        """The export's probe holds for the machine it ran on; elsewhere kernels may differ, and it runs again."""
         info, engine = self.manifest.target, self.target_engine
         if info.device == engine.device:
             return info.exactness, info.min_rows
-        probe = probe_rows(engine, [tier + 1 for tier in self.manifest.tiers])
+        probe = probe_rows(engine, self.manifest.tiers)
         return probe.exactness, probe.min_rows
 
 
 class Generation:
     """A running request: iterate over its tokens, or take the result. Leaving it halfway needs no clean-up."""
 
-    def __init__(
-        self, pipeline: Pipeline, prompt: list[int], drafter: str, num_draft_tokens: int, output: Output
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, prompt: list[int], drafter: str, k: int, output: Output) -> None:
         self._pipeline = pipeline
         self._prompt = prompt
         self._drafter = drafter
-        self._num_draft_tokens = num_draft_tokens
+        self._k = k
         self._output = output
         self._stats = DecodeStats(num_prompt_tokens=len(prompt))
         self._tokens = self._run()
@@ -192,35 +196,47 @@ class Generation:
         return self._tokens
 
     def result(self) -> GenerationResult:
-        """Generate what is left and return the whole."""
+        """Generate what is left and return the whole.
+
+        Raises:
+            OutriderError: the request cannot go on: it was interrupted, or a newer one took over.
+        """
         for _ in self._tokens:
             pass
         output = self._output
+        if output.finish_reason is None:
+            raise OutriderError("this request was cut off before its end; generate it again")
         return GenerationResult(
             text=self._pipeline.codec.decode(output.tokens),
             token_ids=output.tokens,
             origins=output.origins,
-            finish_reason=output.finish_reason or "length",
+            finish_reason=output.finish_reason,
             drafter=self._drafter,
-            num_draft_tokens=self._num_draft_tokens,
+            k=self._k,
             exactness=self._pipeline.exactness,
             stats=self._stats,
         )
 
     def _run(self) -> Iterator[StreamedToken]:
-        pipeline, output, stats = self._pipeline, self._output, self._stats
-        if output.remaining == 0:
-            return
-        pipeline._request += 1
-        mine = pipeline._request
-        drafter = pipeline.drafter(self._drafter)
-        text = TextStream(pipeline.codec)
-        rounds = decode(pipeline.target, drafter, self._prompt, self._num_draft_tokens, output, stats)
-        for count, token in enumerate(rounds, start=1):
-            last = count == len(output.tokens) and output.finish_reason is not None
+        output, text = self._output, TextStream(self._pipeline.codec)
+        for position, token in enumerate(self._rounds()):
+            last = output.finish_reason is not None and position + 1 == len(output.tokens)
             piece = text.push(token) + (text.finish(output.tokens) if last else "")
-            yield StreamedToken(token, piece, output.origins[count - 1])
-            if pipeline._request != mine:
-                raise OutriderError(
-                    "a newer request took over this pipeline's cache; load a second Pipeline to run two"
-                )
+            yield StreamedToken(token, piece, output.origins[position])
+
+    def _rounds(self) -> Iterator[int]:
+        """The committed tokens; each round runs only while the pipeline's caches are this request's."""
+        pipeline, output = self._pipeline, self._output
+        if output.finish_reason is not None:
+            return
+        drafter = pipeline.drafter(self._drafter)
+        tokens = decode(pipeline.target, drafter, self._prompt, self._k, output, self._stats)
+        pipeline.owner = self
+        position = 0
+        while output.finish_reason is None or position < len(output.tokens):
+            with pipeline.lock:
+                if pipeline.owner is not self and position == len(output.tokens):
+                    raise OutriderError("a newer request took over this pipeline; load a Pipeline for each")
+                token = next(tokens)
+            position += 1
+            yield token

@@ -14,13 +14,15 @@ from outrider.engines.engine import PREFILL_CHUNK, Engine
 class CachedModel:
     """An engine with the number of tokens that its cache holds.
 
-    ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded.
+    ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded. With
+    ``exact`` False one-row passes run at their fastest instead, whatever their bits.
     ``passes`` and ``seconds`` count the engine's work, so that the rest of a round is the host's.
     """
 
-    def __init__(self, engine: Engine, min_rows: int) -> None:
+    def __init__(self, engine: Engine, min_rows: int, exact: bool = True) -> None:
         self.engine = engine
-        self.min_rows = min_rows
+        self.min_rows = min_rows if exact else 1
+        self.exact = exact
         self.length = 0
         self.passes = 0
         self.seconds = 0.0
@@ -28,6 +30,7 @@ class CachedModel:
 
     def extend(self, tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
         """Append ``tokens``; logits ``[min(n, logit_rows), V]`` after the last of them, valid until the next call."""
+        assert logit_rows <= PREFILL_CHUNK, logit_rows
         ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             logits = self._pass(ids[:, start : start + PREFILL_CHUNK], logit_rows)
@@ -41,7 +44,7 @@ class CachedModel:
 
     def _pass(self, ids: NDArray[np.int64], logit_rows: int) -> NDArray[np.float32]:
         rows = ids.shape[1]
-        plan = self.engine.plan(max(rows, self.min_rows), max(min(rows, logit_rows), self.min_rows))
+        plan = self.engine.plan(max(rows, self.min_rows), max(min(rows, logit_rows), self.min_rows), self.exact)
         self._lengths[0] = self.length
         start = perf_counter()
         logits: NDArray[np.float32] = plan.run(ids, self._lengths)[0]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Thread
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from outrider.runtime import Origin, OutriderError, Pipeline
 from outrider.runtime.commit import Output
@@ -197,13 +200,40 @@ def test_leaving_a_stream_halfway_leaves_a_clean_pipeline(tiny_pipeline: Pipelin
     assert again.stats.acceptance_histogram == whole.stats.acceptance_histogram
 
 
-def test_interrupt_in_the_middle_of_a_stream(tiny_pipeline: Pipeline) -> None:
-    whole = tiny_pipeline.generate(PROMPT, k=4, drafter="ngram", max_new_tokens=TOKENS).token_ids
-    with pytest.raises(KeyboardInterrupt):
-        for count, _ in enumerate(tiny_pipeline.stream("another text", k=4, drafter="ngram")):
-            if count == 3:
-                raise KeyboardInterrupt
-    assert tiny_pipeline.generate(PROMPT, k=4, drafter="ngram", max_new_tokens=TOKENS).token_ids == whole
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("at", ["target", "draft"])
+@pytest.mark.parametrize("late", [False, True])
+def test_interrupt_inside_a_round(
+    tiny_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, drafter: str, at: str, late: bool
+) -> None:
+    """Ctrl-C in a pass of either model, before or after the engine's work: the next request is as if it never was."""
+    whole = tiny_pipeline.generate(PROMPT, k=4, drafter=drafter, max_new_tokens=TOKENS)
+    model = getattr(tiny_pipeline, at)
+    original, passes = model.extend, 0
+
+    def interrupted(tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
+        nonlocal passes
+        passes += 1
+        if passes == 4 and not late:
+            raise KeyboardInterrupt
+        logits = original(tokens, logit_rows)
+        if passes == 4:
+            raise KeyboardInterrupt
+        return logits
+
+    stream = tiny_pipeline.stream("another text", k=4, drafter=drafter, max_new_tokens=TOKENS)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "extend", interrupted)
+        if at == "draft" and drafter == "ngram":
+            assert len(stream.result().token_ids) == TOKENS
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                list(stream)
+            with pytest.raises(OutriderError, match="cut off before its end"):
+                stream.result()
+    again = tiny_pipeline.generate(PROMPT, k=4, drafter=drafter, max_new_tokens=TOKENS)
+    assert again.token_ids == whole.token_ids
+    assert again.stats.acceptance_histogram == whole.stats.acceptance_histogram
 
 
 def test_a_newer_request_takes_the_cache_over_out_loud(tiny_pipeline: Pipeline) -> None:
@@ -211,7 +241,46 @@ def test_a_newer_request_takes_the_cache_over_out_loud(tiny_pipeline: Pipeline) 
     next(older)
     tiny_pipeline.generate("another text", max_new_tokens=3)
     with pytest.raises(OutriderError, match="newer request"):
-        next(older)
+        list(older)
+
+
+def test_a_taken_over_request_has_no_result(tiny_pipeline: Pipeline) -> None:
+    """Neither a part of the text as if it were all, nor a refusal of one that was complete."""
+    cut, complete = tiny_pipeline.stream(PROMPT, k=2), tiny_pipeline.stream(PROMPT, k=2, max_new_tokens=3)
+    assert len([token for _, token in zip(range(3), complete, strict=False)]) == 3
+    next(iter(cut))
+    tiny_pipeline.generate("another text", max_new_tokens=3)
+    with pytest.raises(OutriderError, match="newer request"):
+        cut.result()
+    with pytest.raises(OutriderError, match="cut off"):
+        cut.result()
+    assert len(complete.result().token_ids) == 3
+
+
+def test_two_threads_on_one_pipeline(tiny_pipeline: Pipeline) -> None:
+    """One of two requests may be refused, out loud; none gets another's text."""
+    expected = {
+        text: tiny_pipeline.generate(text, k=2, max_new_tokens=20).token_ids for text in (PROMPT, "another text")
+    }
+    problems: list[object] = []
+
+    def work(text: str) -> None:
+        for _ in range(25):
+            try:
+                found = tiny_pipeline.generate(text, k=2, max_new_tokens=20).token_ids
+                if found != expected[text]:
+                    problems.append(found)
+            except OutriderError:
+                pass
+            except Exception as error:
+                problems.append(error)
+
+    threads = [Thread(target=work, args=(text,)) for text in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
 
 
 def test_a_prompt_longer_than_a_prefill_chunk(smollm2_int4: Pipeline) -> None:
