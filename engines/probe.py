@@ -21,7 +21,7 @@ _POSITIONS = 12
 
 @dataclass(frozen=True)
 class RowProbe:
-    """``exactness`` is ``bitwise`` when all passes of at least ``min_rows`` rows agree bit for bit, else ``tolerance``."""
+    """``exactness`` is ``bitwise`` when all passes of at least ``min_rows`` rows agree, else ``tolerance``."""
 
     exactness: str
     min_rows: int

@@ -55,8 +55,8 @@ def compare(source: str, work: Path, precision: str, pairs: int, count: int, tok
     for name, values in seen.items():
         ratios = sorted(peer / ours for ours, peer in zip(values, seen["genai"], strict=True))
         print(
-            f"{name:9} {precision}: {statistics.median(values):.2f} ms a token; {statistics.median(ratios):.3f}x as fast "
-            f"as genai (median of {pairs} pairs, {ratios[0]:.3f} to {ratios[-1]:.3f})"
+            f"{name:9} {precision}: {statistics.median(values):.2f} ms a token; {statistics.median(ratios):.3f}x as "
+            f"fast as genai (median of {pairs} pairs, {ratios[0]:.3f} to {ratios[-1]:.3f})"
         )
 
 

@@ -86,8 +86,19 @@ def quantized(name: str, tensor: Array, kind: str) -> Array:
     return blocks.reshape(*tensor.shape[:-1], -1)
 
 
-def write_gguf(path: Path, folder: Path, kind: str, *, factors: Array | None = None) -> dict[str, Array]:
-    """``folder`` as llama.cpp's converter would write it; returns each matrix as written, dequantized by ``gguf``."""
+def write_gguf(
+    path: Path,
+    folder: Path,
+    kind: str,
+    *,
+    factors: Array | None = None,
+    extra: dict[str, float | str] | None = None,
+    vectors_too: bool = False,
+) -> dict[str, Array]:
+    """``folder`` as llama.cpp's converter would write it; returns each matrix as written, dequantized by ``gguf``.
+
+    ``extra`` metadata is added; ``vectors_too`` writes norms and biases in ``kind`` as well, as no converter does.
+    """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
@@ -96,16 +107,24 @@ def write_gguf(path: Path, folder: Path, kind: str, *, factors: Array | None = N
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
+    if "llama.attention.key_length" not in (extra or {}):
+        writer.add_key_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     add_tokenizer(writer)
+    for key, value in (extra or {}).items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_float32(key, value)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     source, written = open_checkpoint(str(folder)), {}
     for name in tensor_names(folder):
         tensor = gguf_order(name, read_all(source, name))
-        if tensor.ndim == 1:
+        if tensor.ndim == 1 and not vectors_too:
             writer.add_tensor(gguf_name(name), tensor)
             continue
         content, raw_type = quantized(name, tensor, kind), gguf.GGMLQuantizationType[kind]

@@ -154,7 +154,7 @@ def test_template_that_fails(template: str, tiny_pipeline: Pipeline, monkeypatch
         (["-p", "a", "--k", "9"], None, ["K = 9"]),
         (["-p", "a", "--k", "-1"], None, ["K = -1"]),
         (["-p", "a", "--max-new-tokens", "-1"], None, ["max_new_tokens -1"]),
-        (["-p", "a", "--provider", "cuda"], None, ["CUDAExecutionProvider", "outrider[cuda]"]),
+        (["-p", "a", "--provider", "cuda"], None, ["int4, fused", "--precision fp16"]),
     ],
 )
 def test_generate_command(args: list[str], given: str | bytes | None, words: list[str], tiny_bundle: Path) -> None:

@@ -119,7 +119,7 @@ def test_generate_json(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
     facts = json.loads(stdout)
     result = tiny_pipeline.generate(as_messages(PROMPT), max_new_tokens=TOKENS, k=2, drafter="model")
     assert stderr == ""
-    for name in ("text", "token_ids", "finish_reason", "drafter", "num_draft_tokens", "exactness"):
+    for name in ("text", "token_ids", "finish_reason", "drafter", "k", "exactness"):
         assert facts[name] == getattr(result, name)
     assert facts["origins"] == [origin.value for origin in result.origins]
     counters = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
@@ -166,7 +166,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-ARMS = ["plain", *(f"{drafter}, K={k}" for drafter in ("ngram", "model") for k in (2, 4))]
+ARMS = ["plain", "plain, exact", *(f"{drafter}, K={k}" for drafter in ("ngram", "model") for k in (2, 4))]
 
 
 def bench(bundle: Path, prompts: Path, *args: Any) -> str:
@@ -181,7 +181,7 @@ def test_bench_json(tiny_bundle: Path, prompts: Path) -> None:
     assert report["num_prompts"] == len(PROMPTS)
     assert [arm["name"] for arm in report["arms"]] == ARMS
     for arm in report["arms"]:
-        assert arm["identical"] == len(PROMPTS), arm
+        assert arm["name"] == "plain" or arm["identical"] == len(PROMPTS), arm
         assert arm["tokens_per_second"] > 0
         assert set(arm["speed_up_by_category"]) == {"fox", "code"}
         assert arm["mean_acceptance_length"] >= 1
@@ -195,7 +195,8 @@ def test_bench_text(tiny_bundle: Path, prompts: Path) -> None:
     assert costs.startswith("one-row pass ") and ", c = " in costs
     assert header.split()[:2] == ["tok/s", "ms/tok"] and header.endswith("same ids")
     assert [row[:14].strip() for row in rows[: len(ARMS)]] == ARMS
-    assert all(row.endswith(f"{len(PROMPTS)} of {len(PROMPTS)}") for row in rows[: len(ARMS)])
+    # Plain decoding at its fastest has bits of its own, so its text may differ; all others agree.
+    assert all(row.endswith(f"{len(PROMPTS)} of {len(PROMPTS)}") for row in rows[1 : len(ARMS)])
     assert "category" in rows[len(ARMS) + 1]
     assert rows[len(ARMS) + 2].split() == ["fox", "code"]
 

@@ -171,6 +171,7 @@ def test_config_of_smollm2(smollm2: Path) -> None:
         "max_position_embeddings": 8192,
         "vocab_size": 49152,
         "tie_word_embeddings": True,
+        "partial_rotary_factor": 1.0,
     }
 
 
