@@ -52,7 +52,10 @@ def compare(source: str, work: Path, precision: str, pairs: int, count: int, tok
         for name in list(commands)[:: 1 if pair % 2 == 0 else -1]:
             result = subprocess.run(commands[name], check=True, capture_output=True, text=True)
             seen[name].append(float(result.stdout.split()[-1]))
+    print(f"{'genai':9} {precision}: {statistics.median(seen['genai']):.2f} ms a token")
     for name, values in seen.items():
+        if name == "genai":
+            continue
         ratios = sorted(peer / ours for ours, peer in zip(values, seen["genai"], strict=True))
         print(
             f"{name:9} {precision}: {statistics.median(values):.2f} ms a token; {statistics.median(ratios):.3f}x as "
