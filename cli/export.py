@@ -73,7 +73,8 @@ def _print(out: Path, manifest: Manifest, seconds: float) -> None:
         check = model.check
         click.echo(
             f"{role:7} {model.architecture}, {model.num_layers} layers, {model.precision}, {size:.1f} MB; against the "
-            f"checkpoint: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g}, "
+            f"checkpoint: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g} "
+            f"({check['kl_stored']:.1g} from the weights as stored), "
             f"argmax equal {check['same_argmax']:.0%}; rows {describe_rows(model.exactness, model.min_rows)}"
         )
     click.echo(f"bundle  {out} (K = {', '.join(map(str, manifest.tiers))}; {seconds:.1f} s)")

@@ -27,7 +27,7 @@ from outrider.engines.errors import OutriderError
 from outrider.export.attention import FusedLowering, Lowering, StandardLowering
 from outrider.export.checkpoint import Checkpoint, read_all, read_rows
 from outrider.export.graph import GraphBuilder
-from outrider.export.quantize import BLOCK_SIZE, Matrix, store_matrix
+from outrider.export.quantize import BITS, BLOCK_SIZE, Matrix, store_matrix
 from outrider.export.spec import DecoderSpec
 
 Progress = Callable[[str], None]
@@ -54,7 +54,7 @@ def build_decoder(
         OutriderError: a lowering that cannot express the precision, or a size that its operators do not take.
     """
     float_dtype = np.dtype(np.float16 if precision == "fp16" else np.float32)
-    blocks = precision in ("int8", "int4")
+    blocks = precision in BITS
     if lowering == "standard" and blocks:
         raise OutriderError(f"--lowering standard has no {precision} yet; use fp32 or fp16, or --lowering fused")
     if blocks and spec.hidden_size % BLOCK_SIZE:

@@ -22,7 +22,7 @@ from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoi
 from outrider.export.decoder import build_decoder
 from outrider.export.graph import save_model
 from outrider.export.pair import check_pair, vocabulary
-from outrider.export.quantize import PRECISIONS
+from outrider.export.quantize import BITS, PRECISIONS, StoredCheckpoint
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 
@@ -129,9 +129,13 @@ class _ModelJob:
         info = self._write(work)
         ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
         # Before the engine is loaded, so that only one of the two needs memory.
-        expected = reference_logits(self.spec, self.checkpoint, np.array(ids))
+        expected = stored = reference_logits(self.spec, self.checkpoint, np.array(ids))
+        if self.options.precision in BITS:
+            stored = reference_logits(
+                self.spec, StoredCheckpoint(self.checkpoint, self.options.precision), np.array(ids)
+            )
         engine = OrtEngine(work / info.graph, info, threads=self.threads)
-        check = check_engine(engine, expected, ids, self.options.precision, self.checkpoint.path)
+        check = check_engine(engine, ids, expected, stored, self.options.precision, self.checkpoint.path)
         self.steps.step(f"{self.role}: compared with the checkpoint")
         probe = probe_rows(engine, self.options.tiers)
         self.steps.step(f"{self.role}: row probe")

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.export.checkpoint import Checkpoint, TokenizerFiles
 from outrider.export.graph import CONTRIB, GraphBuilder
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
+BITS = {"int8": 8, "int4": 4}  # of the precisions that are stored in blocks
 BLOCK_SIZE = 32
 _ACCURACY_INT8 = 4  # MatMulNBits: activations are quantized to int8 per block of a row, so rows stay independent
 
@@ -92,13 +94,44 @@ class BlockMatrix:
         )
 
 
+def dequantize_blocks(
+    packed: NDArray[np.uint8], scales: NDArray[np.float32], bits: int, inputs: int
+) -> NDArray[np.float32]:
+    """The inverse of ``quantize_blocks``: ``[n, inputs]``, two int4 a byte, the first in the low half."""
+    values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1) if bits == 4 else packed
+    centred = values.astype(np.float32) - (1 << (bits - 1))
+    return np.asarray((centred * scales[..., None]).reshape(len(packed), -1)[:, :inputs])
+
+
+class StoredCheckpoint:
+    """A checkpoint as it comes back from a precision's storage: matrices rounded to blocks, all else as it was."""
+
+    def __init__(self, checkpoint: Checkpoint, precision: str) -> None:
+        self.path = checkpoint.path
+        self.config = checkpoint.config
+        self._checkpoint = checkpoint
+        self._bits = BITS[precision]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._checkpoint.shape(name)
+
+    def tokenizer(self) -> TokenizerFiles:
+        return self._checkpoint.tokenizer()
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        rows = self._checkpoint.read(name, start, stop)
+        if rows.ndim == 1:
+            return rows
+        return dequantize_blocks(*quantize_blocks(rows, self._bits), self._bits, rows.shape[1])
+
+
 def store_matrix(
     graph: GraphBuilder, name: str, shape: tuple[int, int], slabs: Iterable[NDArray[np.float32]], precision: str
 ) -> Matrix:
     """Write a matrix to the weights file in ``precision`` (one of ``PRECISIONS``)."""
-    if precision in ("fp32", "fp16"):
+    if precision not in BITS:
         return FloatMatrix(graph, name, shape, slabs)
-    return BlockMatrix(graph, name, shape, slabs, bits={"int8": 8, "int4": 4}[precision])
+    return BlockMatrix(graph, name, shape, slabs, BITS[precision])
 
 
 def quantize_blocks(rows: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
