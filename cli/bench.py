@@ -46,12 +46,13 @@ def bench(
 def _print(report: BenchReport, pipeline: Pipeline) -> None:
     model = pipeline.manifest.target
     click.echo(f"{model.architecture} {model.precision}, {pipeline.target_engine.device}")
-    draft_cost = f", c = {report.draft_cost:.2f}" if report.draft_cost else ""
+    draft_cost = f", draft step c = {report.draft_cost:.2f} of it" if report.draft_cost else ""
     click.echo(f"one-row pass {report.one_row_ms:.2f} ms{draft_cost}")
     columns = ("tok/s", 8), ("ms/tok", 8), ("speed-up", 10), ("length", 8), ("alpha", 7), ("v(K)", 6), ("host us", 9)
     click.echo(" " * 14 + "".join(f"{name:>{width}}" for name, width in columns) + f"{'same ids':>10}")
     for arm in report.arms:
         click.echo(_row(arm, report))
+    click.echo("same ids: as `plain, exact` (`generate --k 0`); `plain` is the fastest, with bits of its own")
     categories = list(report.arms[0].seconds_per_token)
     if len(categories) > 1:
         click.echo("\nspeed-up by category (median over prompts)")

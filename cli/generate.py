@@ -51,7 +51,8 @@ def generate(
     click.echo()
     if show_rounds:
         used = [origin for origin in Origin if origin in result.origins]
-        click.echo("[" + " ".join(click.style(_LEGEND[origin], fg=_COLOURS[origin]) for origin in used) + "]", err=True)
+        names = (click.style(_LEGEND[origin], fg=_COLOURS[origin]) for origin in used)
+        click.echo(f"[colours: {', '.join(names)}]", err=True)
     click.echo(summary(result), err=True)
 
 
@@ -72,21 +73,36 @@ def chat(
     messages: list[dict[str, str]] = []
     read = _reader()
     while line := read():
-        messages.append({"role": "user", "content": line})
+        messages = _shortened(pipeline, [*messages, {"role": "user", "content": line}], max_new_tokens)
         running = pipeline.stream(messages, max_new_tokens=max_new_tokens, k=k, drafter=drafter)
         shown = ""
         try:
             shown = _show(running, show_rounds)
+            if running.result().finish_reason == "length":
+                click.echo(" [cut off: --max-new-tokens, or the context is full]", err=True, nl=False)
         except KeyboardInterrupt:
             click.echo(" [stopped]", err=True, nl=False)
         click.echo()
         messages.append({"role": "assistant", "content": shown})
 
 
+def _shortened(pipeline: Pipeline, messages: list[dict[str, str]], max_new_tokens: int) -> list[dict[str, str]]:
+    """Without the oldest turns that leave no room for an answer."""
+    room = max(1, pipeline.manifest.max_length - max_new_tokens)
+    kept = messages
+    while len(kept) > 2 and len(pipeline.codec.encode(kept)) > room:
+        kept = kept[2:]
+    if len(kept) < len(messages):
+        click.echo(f"[the context is full: the oldest {len(messages) - len(kept)} messages are forgotten]", err=True)
+    return kept
+
+
 def summary(result: GenerationResult) -> str:
     """One line: how much, how fast, and what speculation brought."""
     stats = result.stats
     head = f"{stats.num_output_tokens} tokens ({result.finish_reason}), {stats.tokens_per_second:.1f} tokens/s"
+    if not stats.num_spec_steps:
+        return f"{stats.num_output_tokens} tokens ({result.finish_reason})"
     if not result.k:
         return f"{head}, plain decoding"
     return (

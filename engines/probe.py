@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engines.engine import Engine, row_counts
+from outrider.engines.engine import PREFILL_CHUNK, Engine
 from outrider.engines.errors import OutriderError
 
-_CONTEXT = 24
 _POSITIONS = 12
 
 
@@ -38,23 +37,25 @@ def probe_rows(engine: Engine, tiers: Sequence[int], seed: int = 0) -> RowProbe:
         OutriderError: rows depend on what the other rows of the pass hold, so that no speculation can be lossless.
     """
     rng = np.random.default_rng(seed)
-    text = rng.integers(0, engine.info.vocab_size, _CONTEXT + _POSITIONS)
-    room = engine.info.capacity - _CONTEXT - _POSITIONS
-    widths = sorted({*range(1, max(tiers) + 2), 2, *(width for width in row_counts(tiers) if width <= room)})
-    by_width = {width: _logits_by(engine, text, width, rng) for width in widths}
-    # The widest passes again, with other junk behind the text: at least one row of each is junk.
-    junk_width = max(widths[-1], 2)
-    first, second = (_logits_by(engine, text, junk_width, rng, valid=junk_width - 1) for _ in range(2))
+    widest = max(tiers) + 1
+    context = max(1, min(PREFILL_CHUNK, engine.info.capacity - widest) - _POSITIONS)
+    text = rng.integers(0, engine.info.vocab_size, context + _POSITIONS)
+    start = np.zeros(1, np.int32)
+    engine.plan(context, 1).run(text[None, :context], start)
+    by_width = {width: _logits_by(engine, text, width, rng) for width in {1, 2, *range(1, widest + 1)}}
+    # With other junk behind the text: at least one row of each pass is junk.
+    first, second = (_logits_by(engine, text, widest, rng, valid=widest - 1) for _ in range(2))
     if not np.array_equal(first, second):
         difference = float(np.abs(first - second).max())
         raise OutriderError(
             f"logits of a row change by up to {difference:.3g} when the other rows of the pass change, so no "
             "speculation over this graph can be lossless; export with another --precision"
         )
+    by_width[len(text)] = engine.plan(len(text), _POSITIONS).run(text[None], start)[0].copy()
     # One-row passes may use other kernels; what matters is the fewest rows from which on all passes agree.
-    exact = {width for width in widths if np.array_equal(by_width[width], first)}
+    exact = {width for width, logits in by_width.items() if np.array_equal(logits, first)}
     for min_rows in (1, 2):
-        if all(width in exact for width in widths if width >= min_rows):
+        if all(width in exact for width in by_width if width >= min_rows):
             return RowProbe("bitwise", min_rows)
     return RowProbe("tolerance", 1)
 
@@ -65,14 +66,10 @@ def _logits_by(
     """Logits of the last positions of ``text``, from passes of ``width`` rows, of which at most ``valid`` are text."""
     valid = width if valid is None else valid
     plan = engine.plan(width, width)
-    lengths = np.zeros(1, np.int32)
-    for start in range(0, _CONTEXT, max(width, 2)):
-        chunk = text[None, start : min(_CONTEXT, start + max(width, 2))]
-        engine.plan(chunk.shape[1], 1).run(chunk, lengths + start)
     rows = []
-    for start in range(_CONTEXT, _CONTEXT + _POSITIONS, valid):
+    for start in range(len(text) - _POSITIONS, len(text), valid):
         ids = rng.integers(0, engine.info.vocab_size, (1, width))
         real = text[start : start + valid]
         ids[0, : len(real)] = real
-        rows.append(plan.run(ids, lengths + start)[0, : len(real)].copy())
+        rows.append(plan.run(ids, np.full(1, start, np.int32))[0, : len(real)].copy())
     return np.concatenate(rows)

@@ -117,7 +117,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
                 raise ValueError(f"prompt is {text!r}")
         except (ValueError, KeyError, TypeError) as error:
             raise OutriderError(f'{path}, line {number}: expected {{"prompt": "..."}} ({error})') from None
-        prompts.append(Prompt(str(entry.get("id", number)), str(entry.get("category", "all")), text))
+        prompts.append(Prompt(str(entry.get("id", number)), str(entry.get("category", "other")), text))
     if not prompts:
         raise OutriderError(f"{path} holds no prompt; give one JSON object a line")
     return prompts
