@@ -8,8 +8,21 @@ from pathlib import Path
 import click
 
 from outrider.cli import options
+from outrider.cli.sampling import SamplingArguments
 from outrider.runtime import Pipeline
 from outrider.runtime.bench import Arm, BenchReport, plan_arms, read_prompts, run_bench
+
+_COLUMNS = (
+    ("tok/s", 8),
+    ("ms/tok", 8),
+    ("speed-up", 10),
+    ("length", 8),
+    ("alpha", 7),
+    ("v(K)", 6),
+    ("host us", 9),
+    ("choose", 8),
+    ("same ids", 10),
+)
 
 
 @click.command()
@@ -18,7 +31,8 @@ from outrider.runtime.bench import Arm, BenchReport, plan_arms, read_prompts, ru
 @click.option(
     "--k", "tiers", type=options.tiers, metavar="K,K,...", help="Values of K to compare.  [default: the bundle's]"
 )
-@options.max_new_tokens
+@options.sampling
+@options.acceptance
 @options.threads
 @options.provider
 @options.as_json
@@ -26,7 +40,8 @@ def bench(
     bundle: Path,
     prompts: Path,
     tiers: tuple[int, ...] | None,
-    max_new_tokens: int,
+    sampling: SamplingArguments,
+    acceptance: str,
     threads: int | None,
     provider: str,
     as_json: bool,
@@ -36,7 +51,14 @@ def bench(
     pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
     tiers = tiers or pipeline.manifest.tiers
     with options.progress_bar(len(texts) * len(plan_arms(pipeline, tiers)), "bench") as bar:
-        report = run_bench(pipeline, texts, max_new_tokens=max_new_tokens, tiers=tiers, progress=lambda: bar.update(1))
+        report = run_bench(
+            pipeline,
+            texts,
+            options=sampling.options(pipeline.codec),
+            tiers=tiers,
+            acceptance=acceptance,
+            progress=lambda: bar.update(1),
+        )
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=2))
     else:
@@ -48,10 +70,10 @@ def _print(report: BenchReport, pipeline: Pipeline) -> None:
     click.echo(f"{model.architecture} {model.precision}, {pipeline.target_engine.device}")
     draft_cost = f", draft step c = {report.draft_cost:.2f} of it" if report.draft_cost else ""
     click.echo(f"one-row pass {report.one_row_ms:.2f} ms{draft_cost}")
-    columns = ("tok/s", 8), ("ms/tok", 8), ("speed-up", 10), ("length", 8), ("alpha", 7), ("v(K)", 6), ("host us", 9)
-    click.echo(" " * 14 + "".join(f"{name:>{width}}" for name, width in columns) + f"{'same ids':>10}")
+    click.echo(" " * 14 + "".join(f"{name:>{width}}" for name, width in _COLUMNS))
     for arm in report.arms:
         click.echo(_row(arm, report))
+    click.echo("choose: the chooser's share of a round, part of `host us`")
     click.echo("same ids: as `plain, exact` (`generate --k 0`); `plain` is the fastest, with bits of its own")
     categories = list(report.arms[0].seconds_per_token)
     if len(categories) > 1:
@@ -63,9 +85,15 @@ def _print(report: BenchReport, pipeline: Pipeline) -> None:
 
 def _row(arm: Arm, report: BenchReport) -> str:
     stats = arm.stats
-    cost = f"{report.verify_cost[arm.k]:.2f}" if arm.k else ""
-    return (
-        f"{arm.name:14}{stats.tokens_per_second:8.1f}{1e3 / stats.tokens_per_second:8.2f}{report.speed_up(arm):9.2f}x"
-        f"{stats.mean_acceptance_length:8.2f}{stats.draft_acceptance_rate:7.2f}{cost:>6}"
-        f"{stats.host_microseconds_per_round:9.0f}{f'{arm.identical} of {report.num_prompts}':>10}"
+    cells = (
+        f"{stats.tokens_per_second:.1f}",
+        f"{1e3 / stats.tokens_per_second:.2f}",
+        f"{report.speed_up(arm):.2f}x",
+        f"{stats.mean_acceptance_length:.2f}",
+        f"{stats.draft_acceptance_rate:.2f}",
+        f"{report.verify_cost[arm.k]:.2f}" if arm.k else "",
+        f"{stats.host_microseconds_per_round:.0f}",
+        f"{stats.choose_seconds / stats.decode_seconds:.1%}",
+        f"{arm.identical} of {report.num_prompts}",
     )
+    return f"{arm.name:14}" + "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))

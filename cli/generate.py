@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from outrider.cli import options
+from outrider.cli.sampling import SamplingArguments
 from outrider.engines.errors import OutriderError
 from outrider.runtime import Generation, GenerationResult, Origin, Pipeline
 
@@ -26,22 +27,29 @@ def generate(
     bundle: Path,
     prompt: str,
     raw: bool,
-    max_new_tokens: int,
+    sampling: SamplingArguments,
     k: int | None,
     drafter: str | None,
+    acceptance: str,
     show_rounds: bool,
     threads: int | None,
     provider: str,
     as_json: bool,
 ) -> None:
     """Answer one prompt, streaming."""
+    if sampling.logprobs and not as_json:
+        raise OutriderError("--logprobs are printed with --json only; add it")
     pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
     text = options.standard_input().read() if prompt == "-" else prompt
     if not text:
         raise OutriderError("the prompt is empty; give at least one token of text")
     chat = not raw and pipeline.bundle.chat_template is not None
     running = pipeline.stream(
-        [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, k=k, drafter=drafter
+        [{"role": "user", "content": text}] if chat else text,
+        sampling.options(pipeline.codec),
+        k=k,
+        drafter=drafter,
+        acceptance=acceptance,
     )
     if as_json:
         click.echo(json.dumps(running.result().as_dict()))
@@ -61,20 +69,22 @@ def generate(
 @options.decoding
 def chat(
     bundle: Path,
-    max_new_tokens: int,
+    sampling: SamplingArguments,
     k: int | None,
     drafter: str | None,
+    acceptance: str,
     show_rounds: bool,
     threads: int | None,
     provider: str,
 ) -> None:
     """Talk to the target; an empty line or end of input leaves, Ctrl-C stops an answer."""
     pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
+    settings = sampling.options(pipeline.codec)
     messages: list[dict[str, str]] = []
     read = _reader()
     while line := read():
-        messages = _shortened(pipeline, [*messages, {"role": "user", "content": line}], max_new_tokens)
-        running = pipeline.stream(messages, max_new_tokens=max_new_tokens, k=k, drafter=drafter)
+        messages = _shortened(pipeline, [*messages, {"role": "user", "content": line}], settings.max_new_tokens)
+        running = pipeline.stream(messages, settings, k=k, drafter=drafter, acceptance=acceptance)
         shown = ""
         try:
             shown = _show(running, show_rounds)
@@ -100,13 +110,16 @@ def _shortened(pipeline: Pipeline, messages: list[dict[str, str]], max_new_token
 def summary(result: GenerationResult) -> str:
     """One line: how much, how fast, and what speculation brought."""
     stats = result.stats
-    head = f"{stats.num_output_tokens} tokens ({result.finish_reason}), {stats.tokens_per_second:.1f} tokens/s"
+    seed = "" if result.seed is None else f", seed {result.seed}"
+    head = f"{stats.num_output_tokens} tokens ({result.finish_reason}){seed}"
     if not stats.num_spec_steps:
-        return f"{stats.num_output_tokens} tokens ({result.finish_reason})"
+        return head
+    head = f"{head}, {stats.tokens_per_second:.1f} tokens/s"
     if not result.k:
         return f"{head}, plain decoding"
+    rule = "" if result.acceptance == "exact" else f" {result.acceptance}"
     return (
-        f"{head}, {result.drafter} K={result.k}: {stats.mean_acceptance_length:.2f} tokens a verify "
+        f"{head}, {result.drafter} K={result.k}{rule}: {stats.mean_acceptance_length:.2f} tokens a verify "
         f"pass, {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafts accepted "
         f"({stats.draft_acceptance_rate:.0%}), exactness {result.exactness}"
     )

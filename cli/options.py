@@ -9,6 +9,9 @@ from typing import Any, TextIO
 
 import click
 
+from outrider.cli.sampling import sampling as sampling
+from outrider.runtime.accept import RULES
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -47,7 +50,13 @@ drafter: Decorator = click.option(
 k: Decorator = click.option(
     "--k", type=int, help="Draft tokens a round; 0 is plain decoding.  [default: the middle tier]"
 )
-max_new_tokens: Decorator = click.option("--max-new-tokens", type=int, default=128, show_default=True)
+acceptance: Decorator = click.option(
+    "--acceptance",
+    type=click.Choice(list(RULES)),
+    default="exact",
+    show_default=True,
+    help="Which drafts stand: exact is plain decoding's own text; residual and block accept more, of the same law.",
+)
 provider: Decorator = click.option("--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 show_rounds: Decorator = click.option(
     "--show-rounds", is_flag=True, help="Colour the text by where each token came from."
@@ -56,6 +65,6 @@ show_rounds: Decorator = click.option(
 
 def decoding(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that generates text."""
-    for option in (provider, threads, show_rounds, drafter, k, max_new_tokens):
+    for option in (provider, threads, show_rounds, acceptance, drafter, k, sampling):
         command = option(command)
     return command

@@ -1,21 +1,219 @@
-"""Acceptance rules: how many draft tokens of a round stand."""
+"""Acceptance rules: which draft tokens of a round stand, and which token follows them.
+
+``exact`` gives, token for token, the text of plain decoding with the same seed. ``residual`` and ``block`` give text of
+the same law but not the same text, and accept more. ``lossy-typical`` gives text of another law.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engines.errors import OutriderError
+from outrider.runtime.choose import Chooser
+from outrider.runtime.commit import Origin
+from outrider.runtime.sampling.filters import Distribution
+from outrider.runtime.sampling.noise import Stream
+
+Logits = NDArray[np.float32]
 
 
-def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
-    """The exact rule: a draft token stands while it is the token that the target chooses at its position.
+class Draft(NamedTuple):
+    """A proposed token and the law it was drawn from; None for a token that came without one."""
+
+    token: int
+    law: Distribution | None = None
+
+
+class Verdict(NamedTuple):
+    """A token to commit, and the row of the verify pass, float32 ``[V]``, that decided it."""
+
+    token: int
+    origin: Origin
+    logits: Logits
+
+
+class AcceptanceRule(Protocol):
+    """How draft tokens are drawn and judged. One object a request; ``accept`` is called once a round."""
+
+    def draft(self, chooser: Chooser, logits: Logits) -> Draft:
+        """Draw the draft token behind the chooser's history from the draft model's logits ``[V]``."""
+        ...
+
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+        """The tokens of a round, in order: accepted drafts, then the target's own token.
+
+        Each is to be pushed to the chooser's history before the next is asked for; rows behind the last one that is
+        asked for are never looked at.
+
+        Args:
+            drafts: K proposals.
+            rows: float32 ``[K + 1, V]``, row i the target's logits given the drafts before it.
+        """
+        ...
+
+
+class ExactRule:
+    """A draft token stands while it is the token that the target chooses at its position."""
+
+    def draft(self, chooser: Chooser, logits: Logits) -> Draft:
+        return Draft(chooser.choose(logits))
+
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+        for draft, row in zip(drafts, rows, strict=False):
+            token = chooser.choose(row)
+            if token != draft.token:
+                yield Verdict(token, Origin.CORRECTION, row)
+                return
+            yield Verdict(token, Origin.ACCEPTED, row)
+        yield _last(chooser, drafts, rows)
+
+
+class _SamplingRule:
+    """Drafts drawn by random numbers of their own, new in each round."""
+
+    def __init__(self) -> None:
+        self._round = 0
+
+    def draft(self, chooser: Chooser, logits: Logits) -> Draft:
+        law = chooser.distribution(logits)
+        return Draft(chooser.draw(law, Stream.DRAFT, self._round), law)
+
+
+class ResidualRule(_SamplingRule):
+    """Rejection sampling token by token (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+        for (token, law), row in zip(drafts, rows, strict=False):
+            target, draft = chooser.distribution(row), law or Distribution.one_hot(token)
+            if not chooser.uniform(Stream.ACCEPT, self._round) < likelihood_ratio(target, draft, token):
+                yield Verdict(chooser.draw(residual(target, draft)), Origin.CORRECTION, row)
+                break
+            yield Verdict(token, Origin.ACCEPTED, row)
+        else:
+            yield _last(chooser, drafts, rows)
+        self._round += 1
+
+
+class BlockRule(_SamplingRule):
+    """Block verification (Sun et al., arXiv 2403.10444): the drafts are judged together, never fewer stand."""
+
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+        history, start = chooser.history, len(chooser.history)
+        targets: list[Distribution] = []
+        numbers: list[float] = []
+        for (token, _), row in zip(drafts, rows, strict=False):
+            targets.append(chooser.distribution(row))
+            numbers.append(chooser.uniform(Stream.ACCEPT, self._round))
+            if not targets[-1].probability(token):  # nor can anything behind it stand
+                break
+            history.push(token)
+        history.rollback(start)
+        laws = [law or Distribution.one_hot(token) for token, law in drafts]
+        thresholds, scales = block_thresholds(targets, laws, [token for token, _ in drafts])
+        passed = [i + 1 for i, threshold in enumerate(thresholds) if numbers[i] < threshold]
+        accepted = passed[-1] if passed else 0
+        for draft, row in zip(drafts[:accepted], rows, strict=False):
+            yield Verdict(draft.token, Origin.ACCEPTED, row)
+        if accepted < len(drafts):
+            law = residual(targets[accepted], laws[accepted], scales[accepted])
+            yield Verdict(chooser.draw(law), Origin.CORRECTION, rows[accepted])
+        else:
+            yield _last(chooser, drafts, rows)
+        self._round += 1
+
+
+class LossyTypicalRule(_SamplingRule):
+    """A draft stands when the target finds it likely enough for its entropy (Cai et al., arXiv 2401.10774, section 3).
+
+    The text is not distributed as the target's.
+    """
+
+    EPSILON = 0.09
+    DELTA = 0.3
+
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+        for (token, _), row in zip(drafts, rows, strict=False):
+            target = chooser.distribution(row)
+            information = np.log(target.probabilities)
+            entropy = -float((target.probabilities * information).sum())
+            if not target.probability(token) > min(self.EPSILON, self.DELTA * math.exp(-entropy)):
+                yield Verdict(chooser.draw(target), Origin.CORRECTION, row)
+                break
+            yield Verdict(token, Origin.ACCEPTED, row)
+        else:
+            yield _last(chooser, drafts, rows)
+        self._round += 1
+
+
+RULES: dict[str, type[AcceptanceRule]] = {
+    "exact": ExactRule,
+    "residual": ResidualRule,
+    "block": BlockRule,
+    "lossy-typical": LossyTypicalRule,
+}
+
+
+def acceptance_rule(name: str) -> AcceptanceRule:
+    """A new rule object for a request.
+
+    Raises:
+        OutriderError: there is no such rule.
+    """
+    if name not in RULES:
+        raise OutriderError(f"unknown acceptance rule {name!r}; choose one of {', '.join(RULES)}")
+    return RULES[name]()
+
+
+def likelihood_ratio(target: Distribution, draft: Distribution, token: int) -> float:
+    """p(token) / q(token), which may be above 1; the token was drawn from q."""
+    return target.probability(token) / draft.probability(token)
+
+
+def residual(target: Distribution, draft: Distribution, scale: float = 1.0) -> Distribution:
+    """norm(max(scale * p - q, 0)): what the correction is drawn from."""
+    left = scale * target.probabilities - draft.probabilities_of(target.ids)
+    kept = np.flatnonzero(left > 0)
+    if not len(kept):  # p = q up to rounding
+        return target
+    return Distribution(target.ids[kept], left[kept])
+
+
+def block_thresholds(
+    targets: Sequence[Distribution], laws: Sequence[Distribution], tokens: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """Algorithm 2 of arXiv 2403.10444.
 
     Args:
-        drafts: K proposed tokens.
-        chosen: K + 1 tokens, the target's choice at each position given the drafts before it.
+        targets: p_1, p_2, ..., the target's law at each draft given the drafts before it, at least up to the first
+            draft that it gives no probability.
+        laws: q_1 .. q_K.
+        tokens: x_1 .. x_K.
 
     Returns:
-        a <= K. ``chosen[:a]`` equals ``drafts[:a]``; ``chosen[a]`` is the correction token, or the bonus if a = K.
+        ``h_1 .. h_n``, the probability that the first i drafts stand when no more do, for the n drafts that have a
+        target; and ``b_0 .. b_n``, the scale of p in the residual behind i accepted drafts.
     """
-    for position, token in enumerate(drafts):
-        if token != chosen[position]:
-            return position
-    return len(drafts)
+    scales = [1.0]
+    for target, law, token in zip(targets, laws, tokens, strict=False):
+        scales.append(min(1.0, scales[-1] * likelihood_ratio(target, law, token)))
+    thresholds = []
+    for i in range(1, len(targets) + 1):
+        if i == len(tokens) or scales[i] == 0:
+            thresholds.append(scales[i])
+            continue
+        left = scales[i] * targets[i].probabilities - laws[i].probabilities_of(targets[i].ids)
+        mass = float(np.maximum(left, 0).sum())
+        room = mass + 1 - scales[i]
+        thresholds.append(mass / room if room > 0 else 1.0)
+    return thresholds, scales
+
+
+def _last(chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Verdict:
+    """The target's token behind drafts that all stand, or where there were none."""
+    row = rows[len(drafts)]
+    return Verdict(chooser.choose(row), Origin.BONUS if drafts else Origin.PLAIN, row)

@@ -16,8 +16,8 @@ from outrider.engines.engine import Engine
 from outrider.engines.errors import OutriderError
 from outrider.runtime.commit import Output
 from outrider.runtime.decode import decode
-from outrider.runtime.drafters import Drafter
 from outrider.runtime.generate import Pipeline
+from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
 
@@ -89,6 +89,8 @@ class BenchReport:
                     "mean_acceptance_length": stats.mean_acceptance_length,
                     "draft_acceptance_rate": stats.draft_acceptance_rate,
                     "host_microseconds_per_round": stats.host_microseconds_per_round,
+                    "choose_microseconds_per_round": stats.choose_microseconds_per_round,
+                    "choose_share": stats.choose_seconds / stats.decode_seconds,
                     "verify_cost": self.verify_cost.get(arm.k),
                     "draft_cost": self.draft_cost if arm.drafter == "model" else None,
                     "identical": arm.identical,
@@ -127,19 +129,24 @@ def run_bench(
     pipeline: Pipeline,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
+    options: SamplingOptions,
     tiers: Sequence[int],
+    acceptance: str = "exact",
     progress: Callable[[], None] = lambda: None,
 ) -> BenchReport:
     """Decode every prompt plainly and with each drafter and K; ``progress`` is called once for each.
 
+    Sampling without a seed takes seed 0, so that all decode the same text.
+
     Raises:
         OutriderError: nothing to compare, a K that the bundle does not serve, or a prompt that it does not take.
     """
-    if max_new_tokens < 2:
+    if options.max_new_tokens < 2:
         raise OutriderError(
-            f"max_new_tokens {max_new_tokens} leaves nothing to measure behind the prefill; use 2 or more"
+            f"max_new_tokens {options.max_new_tokens} leaves nothing to measure behind the prefill; use 2 or more"
         )
+    if not options.greedy and options.seed is None:
+        options = options.replace({"seed": 0})
     if not tiers or min(tiers) < 1:
         raise OutriderError(
             f"K values {list(tiers)} must be whole numbers from 1 up; plain decoding is always compared"
@@ -151,9 +158,10 @@ def run_bench(
         ids = encode_prompt(pipeline, prompt)
         results: dict[str, tuple[Output, DecodeStats]] = {}
         for arm in arms if number % 2 == 0 else reversed(arms):
-            results[arm.name] = _decode_once(pipeline, arm, ids, max_new_tokens)
+            results[arm.name] = _decode_once(pipeline, arm, ids, options, acceptance)
             progress()
         reference = results["plain, exact"][0].tokens
+        pipeline.clear_caches()
         for arm in arms:
             output, stats = results[arm.name]
             arm.add(prompt.category, stats, output.tokens == reference)
@@ -197,13 +205,14 @@ def measure_costs(pipeline: Pipeline, tiers: Sequence[int]) -> tuple[dict[int, f
     return verify, medians[-1] / medians[0] if pipeline.draft is not None else None, medians[0]
 
 
-def _decode_once(pipeline: Pipeline, arm: Arm, ids: list[int], max_new_tokens: int) -> tuple[Output, DecodeStats]:
-    output = pipeline.new_output(ids, max_new_tokens)
-    stats = DecodeStats(num_prompt_tokens=len(ids))
+def _decode_once(
+    pipeline: Pipeline, arm: Arm, ids: list[int], options: SamplingOptions, acceptance: str
+) -> tuple[Output, DecodeStats]:
+    pipeline.clear_caches()  # every arm pays its own prefills
     model = pipeline.target
     if arm.name == "plain":
         model = CachedModel(pipeline.target_engine, model.min_rows, exact=False)
-    drafter: Drafter = pipeline.drafter(arm.drafter)
-    for _ in decode(model, drafter, ids, arm.k, output, stats):
+    request = pipeline.new_request(ids, options, acceptance)
+    for _ in decode(model, pipeline.drafter(arm.drafter), arm.k, request):
         pass
-    return output, stats
+    return request.output, request.stats

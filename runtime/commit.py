@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
+
+from outrider.runtime.choose import TokenLogprobs
+from outrider.runtime.sampling.history import History
 
 
 class Origin(str, Enum):
@@ -16,14 +20,35 @@ class Origin(str, Enum):
     BONUS = "bonus"  # the target's token behind drafts that were all accepted
 
 
+class TextSink(Protocol):
+    """Turns tokens into text (``text.StoppingStream``)."""
+
+    stopped: bool
+
+    def push(self, token: int, watch: bool) -> str: ...
+
+    def finish(self) -> str: ...
+
+
 @dataclass
 class Output:
-    """Tokens committed for one request. ``finish_reason`` is None while it runs, then ``eos`` or ``length``."""
+    """Tokens committed for one request.
 
+    ``pieces`` holds for each token the text that became certain with it; together they are the text. ``finish_reason``
+    is None while the request runs, then ``eos``, ``stop`` (a stop token or string), ``grammar`` (it is complete),
+    ``length`` or ``cancelled``.
+    """
+
+    history: History
+    text: TextSink
     max_new_tokens: int
-    eos_token_ids: Collection[int]
+    min_new_tokens: int = 0
+    eos_token_ids: Collection[int] = ()
+    stop_token_ids: Collection[int] = ()
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -34,12 +59,40 @@ class Output:
     def remaining(self) -> int:
         return self.max_new_tokens - len(self.tokens)
 
-    def commit_token(self, token: int, origin: Origin) -> bool:
-        """Append a token; False when the request ends with it, and whatever follows in its block does not exist."""
+    def commit_token(self, token: int, origin: Origin, logprobs: TokenLogprobs | None = None) -> bool:
+        """Append a token; False when the request ends with it, and whatever follows in its block does not exist.
+
+        A token that ends the request is among the tokens, and its text is not part of the text.
+        """
         self.tokens.append(token)
         self.origins.append(origin)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        self.history.push(token)
+        piece = ""
         if token in self.eos_token_ids:
             self.finish_reason = "eos"
-        elif self.remaining == 0:
-            self.finish_reason = "length"
+        elif token in self.stop_token_ids:
+            self.finish_reason = "stop"
+        else:
+            piece = self.text.push(token, watch=len(self.tokens) > self.min_new_tokens)
+            grammar = self.history.grammar
+            if self.text.stopped:
+                self.finish_reason = "stop"
+            elif grammar is not None and grammar.complete:
+                self.finish_reason = "grammar"
+            elif self.remaining == 0:
+                self.finish_reason = "length"
+        if self.finish_reason is not None:
+            piece += self.text.finish()
+            if self.text.stopped:
+                self.finish_reason = "stop"
+        self.pieces.append(piece)
         return self.finish_reason is None
+
+    def cancel(self, length: int) -> None:
+        """End the request behind its first ``length`` tokens, whatever its block went on with."""
+        if length < len(self.tokens) or self.finish_reason is None:
+            for entries in (self.tokens, self.origins, self.pieces, self.logprobs):
+                del entries[length:]
+            self.finish_reason = "cancelled"

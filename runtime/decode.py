@@ -6,66 +6,72 @@ Plain decoding is the same loop with nothing drafted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 
-from outrider.runtime.accept import count_accepted
-from outrider.runtime.choose import choose
+from outrider.runtime.accept import AcceptanceRule, Draft, Verdict
+from outrider.runtime.choose import Chooser
 from outrider.runtime.commit import Origin, Output
 from outrider.runtime.drafters import Drafter
+from outrider.runtime.sampling.history import History
 from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
 
 
-def decode(
-    target: CachedModel,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    k: int,
-    output: Output,
-    stats: DecodeStats,
-) -> Iterator[int]:
-    """Generate into ``output``; yields each token when it is committed, and can be left at any of them.
+@dataclass(frozen=True)
+class Request:
+    """One request: ``history`` begins as its prompt, of at least one token; ``output`` has room for what fits."""
+
+    history: History
+    chooser: Chooser
+    rule: AcceptanceRule
+    output: Output
+    stats: DecodeStats
+
+
+def decode(target: CachedModel, drafter: Drafter, k: int, request: Request) -> Iterator[int]:
+    """Generate into ``request.output``; yields each token when it is committed, and can be left at any of them.
 
     Args:
-        prompt: at least one token; prompt and output together must fit the target's cache.
         k: K, the most tokens drafted in a round; 0 is plain decoding.
-        output: empty, with room for at least one token.
+        request: new, with room for at least one token; prompt and output together fit the target's cache.
     """
-    tokens = list(prompt)
-    target.rollback(0)
-    drafter.begin(tokens)
-    with stats.prefill():
-        first = int(choose(target.extend(tokens, 1))[0])
-    running = output.commit_token(first, Origin.PLAIN)
-    tokens.append(first)
-    yield first
+    history, chooser, rule = request.history, request.chooser, request.rule
+    output, stats = request.output, request.stats
+    draw = partial(rule.draft, chooser)
+    drafter.begin()
+    start = perf_counter()
+    target.keep(history.tokens)
+    cached = target.length
+    row = target.extend(history.tokens[cached:], 1)[0]
+    running = _commit(Verdict(chooser.choose(row), Origin.PLAIN, row), request)
+    stats.prefill(perf_counter() - start, cached)
+    yield history.tokens[-1]
 
     while running:
-        with stats.round(target, drafter):
+        with stats.round(target, drafter, chooser):
             # Draft. The target adds a token of its own to each round, so K leaves room for it.
             room = min(k, output.remaining - 1)
-            drafts = drafter.propose(tokens, room) if room > 0 else []
+            drafts: Sequence[Draft] = drafter.propose(history, room, draw) if room > 0 else ()
             # Verify the last committed token and the drafts in one pass.
-            chosen = choose(target.extend([tokens[-1], *drafts], len(drafts) + 1)).tolist()
-            # Accept.
-            accepted = count_accepted(drafts, chosen)
-            # Commit, as far as the request goes.
-            committed = 0
-            while running and committed <= accepted:
-                running = output.commit_token(chosen[committed], _origin(committed, accepted, len(drafts)))
+            rows = target.extend([history.tokens[-1], *(draft.token for draft in drafts)], len(drafts) + 1)
+            # Accept and commit, token by token, as far as the request goes.
+            committed = accepted = 0
+            for verdict in rule.accept(chooser, drafts, rows):
+                running = _commit(verdict, request)
                 committed += 1
-            emitted = chosen[:committed]
+                accepted += verdict.origin is Origin.ACCEPTED
+                if not running:
+                    break
             # Roll back: the cache keeps every token but the last one, which the next round brings.
-            target.rollback(len(tokens) + committed - 1)
-            tokens += emitted
+            target.rollback(len(history) - 1)
             # Drafts behind the end of the request do not exist, and are not counted.
             judged = len(drafts) if running else min(len(drafts), committed)
-            stats.count(committed, proposed=judged, accepted=min(accepted, committed))
-        yield from emitted
+            stats.count(committed, proposed=judged, accepted=accepted)
+        yield from output.tokens[-committed:]
 
 
-def _origin(position: int, accepted: int, proposed: int) -> Origin:
-    if position < accepted:
-        return Origin.ACCEPTED
-    if proposed == 0:
-        return Origin.PLAIN
-    return Origin.BONUS if accepted == proposed else Origin.CORRECTION
+def _commit(verdict: Verdict, request: Request) -> bool:
+    logprobs = request.chooser.logprobs(verdict.logits, verdict.token)
+    return request.output.commit_token(verdict.token, verdict.origin, logprobs)

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from outrider.engines.bundle import Bundle, ModelInfo
+from outrider.engines.bundle import TOKENIZER, Bundle, ModelInfo
 from outrider.engines.engine import row_counts
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import probe_rows
-from outrider.runtime.commit import Origin, Output
-from outrider.runtime.decode import decode
+from outrider.runtime.accept import acceptance_rule
+from outrider.runtime.choose import Chooser
+from outrider.runtime.commit import Output
+from outrider.runtime.decode import Request
 from outrider.runtime.drafters import Drafter, NoDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
+from outrider.runtime.generation import Generation, GenerationResult, Speculation
+from outrider.runtime.sampling.grammar import GrammarCompiler, GrammarState
+from outrider.runtime.sampling.history import History
+from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
-from outrider.runtime.text import Message, TextCodec, TextStream
+from outrider.runtime.text import Message, StoppingStream, TextCodec
 
 DRAFTERS = ("model", "ngram", "none")
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """``exactness`` is ``bitwise`` when the row probe held on this machine: the text is plain decoding's own."""
-
-    text: str
-    token_ids: list[int]
-    origins: list[Origin]
-    finish_reason: str
-    drafter: str
-    k: int
-    exactness: str
-    stats: DecodeStats
-
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {"origins": [origin.value for origin in self.origins], "stats": self.stats.as_dict()}
-
-
-@dataclass(frozen=True)
-class StreamedToken:
-    """A committed token and the text that became certain with it ("" inside a character)."""
-
-    token_id: int
-    text: str
-    origin: Origin
 
 
 class Pipeline:
@@ -65,7 +45,8 @@ class Pipeline:
         self.draft = CachedModel(self.draft_engine, self.draft_engine.info.min_rows) if self.draft_engine else None
         self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
         if self.draft is not None:
-            self._drafters["model"] = ModelDrafter(self.draft, self.manifest.eos_token_ids)
+            self._drafters["model"] = ModelDrafter(self.draft)
+        self._grammars: GrammarCompiler | None = None
         self.lock = Lock()  # a round at a time, whatever thread it is for
         self.owner: Generation | None = None
 
@@ -85,38 +66,67 @@ class Pipeline:
     def generate(
         self,
         prompt: str | Sequence[Message],
+        options: SamplingOptions | None = None,
         *,
-        max_new_tokens: int = 128,
         k: int | None = None,
         drafter: str | None = None,
+        acceptance: str = "exact",
+        **changes: Any,
     ) -> GenerationResult:
         """The whole answer at once; see ``stream``."""
-        return self.stream(prompt, max_new_tokens=max_new_tokens, k=k, drafter=drafter).result()
+        return self.stream(prompt, options, k=k, drafter=drafter, acceptance=acceptance, **changes).result()
 
     def stream(
         self,
         prompt: str | Sequence[Message],
+        options: SamplingOptions | None = None,
         *,
-        max_new_tokens: int = 128,
         k: int | None = None,
         drafter: str | None = None,
+        acceptance: str = "exact",
+        **changes: Any,
     ) -> Generation:
-        """Start a greedy request.
+        """Start a request. Prompt tokens that the caches hold already, as in a conversation that goes on, are kept.
 
         Args:
             prompt: a text as it is, or chat messages (``role``, ``content``) for the chat template.
-            max_new_tokens: at least 0; less are generated at the end of the sequence or where the context is full.
+            options: what decides the text; greedy by default.
             k: draft tokens a round, 0 for plain decoding; by default the middle tier of the bundle.
             drafter: ``model``, ``ngram`` or ``none``; by default the draft model where there is one.
+            acceptance: ``exact`` gives plain decoding's own text; see ``accept.py`` for the other rules.
+            changes: options by name, as in ``temperature=0.8``.
 
         Raises:
-            OutriderError: an empty or too long prompt, a K above the tiers, a drafter that the bundle has not.
+            OutriderError: an empty or too long prompt, a K above the tiers, a drafter that the bundle has not, an
+                option out of its range, a grammar that does not compile.
         """
+        parsed = SamplingOptions.parse(changes) if options is None else options.replace(changes)
+        speculation = self._speculation(drafter, k, acceptance)
         ids = self.encode(prompt)
-        if max_new_tokens < 0:
-            raise OutriderError(f"max_new_tokens {max_new_tokens} is negative; use 0 or more")
-        name, k = self._choose_drafter(drafter, k)
-        return Generation(self, ids, name, k, self.new_output(ids, max_new_tokens))
+        return Generation(self, self.new_request(ids, parsed, acceptance), speculation)
+
+    def new_request(self, prompt: Sequence[int], options: SamplingOptions, acceptance: str = "exact") -> Request:
+        """A request for ``decode``, with room for what was asked and still fits the context behind ``prompt``.
+
+        Raises:
+            OutriderError: the options name a token that does not exist, or a grammar that does not compile.
+        """
+        vocab_size = self.manifest.target.vocab_size
+        options.check_vocabulary(vocab_size)
+        eos = options.eos_token_ids(self.manifest.eos_token_ids)
+        ends = {*eos, *options.stop_token_ids}
+        history = History(prompt, ends, self._grammar(options), counting=options.penalizing)
+        output = Output(
+            history,
+            StoppingStream(self.codec, options.stop_strings),
+            min(options.max_new_tokens, self.manifest.max_length - len(prompt)),
+            options.min_new_tokens,
+            frozenset(eos),
+            frozenset(options.stop_token_ids),
+        )
+        seed = secrets.randbits(64) if options.seed is None else options.seed
+        chooser = Chooser(options, history, seed, vocab_size)
+        return Request(history, chooser, acceptance_rule(acceptance), output, DecodeStats(len(prompt)))
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a prompt.
@@ -154,18 +164,30 @@ class Pipeline:
             raise OutriderError("this bundle has no draft model; use --drafter ngram, or export with --draft PATH")
         return self._drafters[name]
 
-    def _choose_drafter(self, drafter: str | None, k: int | None) -> tuple[str, int]:
+    def clear_caches(self) -> None:
+        """Forget what the caches hold: the next request begins with its whole prompt."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.rollback(0)
+
+    def _speculation(self, drafter: str | None, k: int | None, acceptance: str) -> Speculation:
         tiers = self.manifest.tiers
         name = drafter or ("model" if self.draft else "ngram")
         self.drafter(name)
         k = tiers[len(tiers) // 2] if k is None else k
         self.check_k(k)
-        return ("none", 0) if k == 0 or name == "none" else (name, k)
+        acceptance_rule(acceptance)
+        return Speculation("none", 0, acceptance) if k == 0 or name == "none" else Speculation(name, k, acceptance)
 
-    def new_output(self, prompt: Sequence[int], max_new_tokens: int) -> Output:
-        """An empty output with room for what was asked and still fits the context behind ``prompt``."""
-        room = min(max_new_tokens, self.manifest.max_length - len(prompt))
-        return Output(room, self.manifest.eos_token_ids)
+    def _grammar(self, options: SamplingOptions) -> GrammarState | None:
+        if not options.grammar:
+            return None
+        if self._grammars is None:
+            manifest = self.manifest
+            self._grammars = GrammarCompiler(
+                self.bundle.path(TOKENIZER), manifest.target.vocab_size, manifest.eos_token_ids
+            )
+        return self._grammars.compile(**options.grammar)
 
     def _open(self, info: ModelInfo, threads: int | None, provider: str) -> OrtEngine:
         tiers = () if provider == "cpu" else row_counts(self.manifest.tiers)
@@ -178,65 +200,3 @@ class Pipeline:
             return info.exactness, info.min_rows
         probe = probe_rows(engine, self.manifest.tiers)
         return probe.exactness, probe.min_rows
-
-
-class Generation:
-    """A running request: iterate over its tokens, or take the result. Leaving it halfway needs no clean-up."""
-
-    def __init__(self, pipeline: Pipeline, prompt: list[int], drafter: str, k: int, output: Output) -> None:
-        self._pipeline = pipeline
-        self._prompt = prompt
-        self._drafter = drafter
-        self._k = k
-        self._output = output
-        self._stats = DecodeStats(num_prompt_tokens=len(prompt))
-        self._tokens = self._run()
-
-    def __iter__(self) -> Iterator[StreamedToken]:
-        return self._tokens
-
-    def result(self) -> GenerationResult:
-        """Generate what is left and return the whole.
-
-        Raises:
-            OutriderError: the request cannot go on: it was interrupted, or a newer one took over.
-        """
-        for _ in self._tokens:
-            pass
-        output = self._output
-        if output.finish_reason is None:
-            raise OutriderError("this request was cut off before its end; generate it again")
-        return GenerationResult(
-            text=self._pipeline.codec.decode(output.tokens),
-            token_ids=output.tokens,
-            origins=output.origins,
-            finish_reason=output.finish_reason,
-            drafter=self._drafter,
-            k=self._k,
-            exactness=self._pipeline.exactness,
-            stats=self._stats,
-        )
-
-    def _run(self) -> Iterator[StreamedToken]:
-        output, text = self._output, TextStream(self._pipeline.codec)
-        for position, token in enumerate(self._rounds()):
-            last = output.finish_reason is not None and position + 1 == len(output.tokens)
-            piece = text.push(token) + (text.finish(output.tokens) if last else "")
-            yield StreamedToken(token, piece, output.origins[position])
-
-    def _rounds(self) -> Iterator[int]:
-        """The committed tokens; each round runs only while the pipeline's caches are this request's."""
-        pipeline, output = self._pipeline, self._output
-        if output.finish_reason is not None:
-            return
-        drafter = pipeline.drafter(self._drafter)
-        tokens = decode(pipeline.target, drafter, self._prompt, self._k, output, self._stats)
-        pipeline.owner = self
-        position = 0
-        while output.finish_reason is None or position < len(output.tokens):
-            with pipeline.lock:
-                if pipeline.owner is not self and position == len(output.tokens):
-                    raise OutriderError("a newer request took over this pipeline; load a Pipeline for each")
-                token = next(tokens)
-            position += 1
-            yield token

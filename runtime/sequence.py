@@ -12,7 +12,7 @@ from outrider.engines.engine import PREFILL_CHUNK, Engine
 
 
 class CachedModel:
-    """An engine with the number of tokens that its cache holds.
+    """An engine with the tokens that its cache holds.
 
     ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded. With
     ``exact`` False one-row passes run at their fastest instead, whatever their bits.
@@ -23,32 +23,54 @@ class CachedModel:
         self.engine = engine
         self.min_rows = min_rows if exact else 1
         self.exact = exact
-        self.length = 0
+        self.tokens: list[int] = []
         self.passes = 0
         self.seconds = 0.0
         self._lengths = np.zeros(1, np.int32)
 
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return len(self.tokens)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that fit: behind them the cache has room for the padding of the widest pass."""
+        return self.engine.info.capacity - PREFILL_CHUNK
+
     def extend(self, tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
         """Append ``tokens``; logits ``[min(n, logit_rows), V]`` after the last of them, valid until the next call."""
         assert logit_rows <= PREFILL_CHUNK, logit_rows
-        ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
-        for start in range(0, ids.shape[1], PREFILL_CHUNK):
-            logits = self._pass(ids[:, start : start + PREFILL_CHUNK], logit_rows)
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            logits = self._pass(tokens[start : start + PREFILL_CHUNK], logit_rows)
         wanted: NDArray[np.float32] = logits[-logit_rows:]
         return wanted
 
     def rollback(self, length: int) -> None:
         """Forget all but the first ``length`` tokens: what lies behind them is overwritten, nothing is copied."""
         assert 0 <= length <= self.length, (length, self.length)
-        self.length = length
+        del self.tokens[length:]
 
-    def _pass(self, ids: NDArray[np.int64], logit_rows: int) -> NDArray[np.float32]:
-        rows = ids.shape[1]
+    def keep(self, tokens: Sequence[int], agreed: int = 0) -> None:
+        """Forget what differs from ``tokens``, and at least their last one, so that there is one to append.
+
+        Args:
+            agreed: how many tokens are known to be equal, and need not be compared.
+        """
+        end = min(self.length, len(tokens) - 1)
+        kept = min(agreed, end)
+        while kept < end and self.tokens[kept] == tokens[kept]:
+            kept += 1
+        self.rollback(kept)
+
+    def _pass(self, tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
+        rows = len(tokens)
         plan = self.engine.plan(max(rows, self.min_rows), max(min(rows, logit_rows), self.min_rows), self.exact)
         self._lengths[0] = self.length
+        ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
         start = perf_counter()
         logits: NDArray[np.float32] = plan.run(ids, self._lengths)[0]
         self.seconds += perf_counter() - start
         self.passes += 1
-        self.length += rows
+        self.tokens += tokens
         return logits

@@ -20,17 +20,26 @@ class Worker(Protocol):
     def seconds(self) -> float: ...
 
 
+class Timed(Protocol):
+    """Something whose seconds are counted."""
+
+    @property
+    def seconds(self) -> float: ...
+
+
 @dataclass
 class DecodeStats:
     """Counters and seconds of one request, or of several added up.
 
     ``num_round_tokens`` are the output tokens that rounds emitted: all but the first, which comes from the prefill.
     ``num_spec_steps`` are rounds, those with nothing drafted included; ``acceptance_histogram[a]`` counts the rounds in
-    which a draft tokens were accepted. The draft model's own prefill is part of the first round: it is a cost of
-    speculation.
+    which a draft tokens were accepted. ``num_cached_tokens`` are prompt tokens that were in the cache already. The
+    draft model's own prefill is part of the first round: it is a cost of speculation. ``choose_seconds`` is time of
+    rounds spent on choosing, for drafts too.
     """
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_round_tokens: int = 0
     num_spec_steps: int = 0
@@ -41,19 +50,20 @@ class DecodeStats:
     decode_seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
+    choose_seconds: float = 0.0
     draft_steps: int = 0
 
-    @contextmanager
-    def prefill(self) -> Iterator[None]:
-        start = perf_counter()
-        yield
-        self.prefill_seconds += perf_counter() - start
+    def prefill(self, seconds: float, cached: int) -> None:
+        self.prefill_seconds += seconds
+        self.num_cached_tokens = cached
         self.num_output_tokens = 1
 
     @contextmanager
-    def round(self, target: Worker, drafter: Worker) -> Iterator[None]:
+    def round(self, target: Worker, drafter: Worker, chooser: Timed) -> Iterator[None]:
         start, verifying, drafting, steps = perf_counter(), target.seconds, drafter.seconds, drafter.passes
+        choosing = chooser.seconds
         yield
+        self.choose_seconds += chooser.seconds - choosing
         self.decode_seconds += perf_counter() - start
         self.target_seconds += target.seconds - verifying
         self.draft_seconds += drafter.seconds - drafting
@@ -97,10 +107,16 @@ class DecodeStats:
         host = self.decode_seconds - self.target_seconds - self.draft_seconds
         return 1e6 * host / self.num_spec_steps if self.num_spec_steps else 0.0
 
+    @property
+    def choose_microseconds_per_round(self) -> float:
+        """The chooser's part of them."""
+        return 1e6 * self.choose_seconds / self.num_spec_steps if self.num_spec_steps else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         return vars(self) | {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "tokens_per_second": self.tokens_per_second,
             "host_microseconds_per_round": self.host_microseconds_per_round,
+            "choose_microseconds_per_round": self.choose_microseconds_per_round,
         }

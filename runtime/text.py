@@ -59,6 +59,11 @@ class TextCodec:
         except Exception as error:  # a template is a program of the checkpoint's maker, and may fail in any way
             raise OutriderError(f"the chat template refuses these messages: {error}") from None
 
+    def word_ids(self, word: str) -> list[tuple[int, ...]]:
+        """The token sequences of a word at the start of a text and inside of one, behind a space."""
+        texts = (word, f" {word}")
+        return sorted({tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts})
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
@@ -83,7 +88,6 @@ class TextStream:
         self._window: list[int] = []
         self._known = 0  # tokens at the start of the window whose text was shown
         self._known_text = ""
-        self._shown = 0
 
     def push(self, token: int) -> str:
         """The text that is certain now; "" while a character is not complete."""
@@ -96,12 +100,57 @@ class TextStream:
         piece = text[len(self._known_text) :]
         del self._window[: self._known]
         self._known, self._known_text = len(self._window), self._codec.decode(self._window)
-        self._shown += len(piece)
         return piece
 
-    def finish(self, ids: Sequence[int]) -> str:
+    def finish(self) -> str:
         """The rest: bytes that never became a whole character."""
-        return self._codec.decode(ids)[self._shown :]
+        return self._codec.decode(self._window)[len(self._known_text) :]
+
+
+class StoppingStream:
+    """A ``TextStream`` that ends before the first stop string.
+
+    Text that may be the beginning of one is held back until it is certain, across any number of tokens. ``stopped``
+    says that one was found; the stream gives no more text then.
+    """
+
+    def __init__(self, codec: TextCodec, stop_strings: Sequence[str] = ()) -> None:
+        self._stream = TextStream(codec)
+        self._stop_strings = tuple(stop_strings)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int, watch: bool = True) -> str:
+        """The text that is certain now. Without ``watch`` this token's text cannot be part of a stop string."""
+        piece = self._stream.push(token)
+        return self._release(piece) if watch else piece
+
+    def finish(self) -> str:
+        """The rest, held back or not yet whole."""
+        if self.stopped:
+            return ""
+        piece = self._release(self._stream.finish())
+        held, self._held = self._held, ""
+        return piece + held
+
+    def _release(self, piece: str) -> str:
+        if not self._stop_strings:
+            return piece
+        text = self._held + piece
+        found = [position for stop in self._stop_strings if (position := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        kept = max(_overlap(text, stop) for stop in self._stop_strings)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of ``text`` that ``stop`` begins with, short of the whole."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 def _sandbox() -> Any:

@@ -121,24 +121,20 @@ def write_prompts(bundle: Path, path: Path, count: int) -> Path:
 @click.argument("exact", type=bool)
 def outrider(bundle: str, prompts: Path, tokens: int, exact: bool) -> None:
     """One run: milliseconds a token."""
-    from outrider.engines.bundle import Bundle
-    from outrider.engines.ort import OrtEngine
-    from outrider.runtime.commit import Output
+    from outrider.runtime import Pipeline, SamplingOptions
     from outrider.runtime.decode import decode
     from outrider.runtime.drafters import NoDrafter
     from outrider.runtime.sequence import CachedModel
-    from outrider.runtime.stats import DecodeStats
 
-    opened = Bundle(bundle)
-    info = opened.manifest.target
-    engine = OrtEngine(opened.path(info.graph), info, threads=THREADS)
-    model = CachedModel(engine, info.min_rows, exact)
+    pipeline = Pipeline.load(bundle, threads=THREADS)
+    model = CachedModel(pipeline.target_engine, pipeline.target.min_rows, exact)
+    options = SamplingOptions(max_new_tokens=tokens, ignore_eos=True)
     times = []
     for ids in json.loads(prompts.read_text()):
-        stats = DecodeStats()
-        for _ in decode(model, NoDrafter(), ids, 0, Output(tokens, ()), stats):
+        request = pipeline.new_request(ids, options)
+        for _ in decode(model, NoDrafter(), 0, request):
             pass
-        times.append(1e3 / stats.tokens_per_second)
+        times.append(1e3 / request.stats.tokens_per_second)
     print(statistics.median(times))
 
 

@@ -2,6 +2,7 @@
 """Is speculative text plain text, bit for bit? Over prompts x drafters x K, on a real model.
 
     check_identity.py SOURCE --work FOLDER [--precision int4 --precision fp32] [--prompts 30] [--tokens 128]
+                      [--temperature T]
 
 SOURCE is a checkpoint. It is paired with itself (every draft must be accepted) and with its own first layers (few
 are), and decoded with the n-gram drafter as well. Compared are the ids and the logits of every committed row.
@@ -20,9 +21,8 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime import Pipeline
+from outrider.runtime import Pipeline, SamplingOptions
 from outrider.runtime.bench import Prompt, encode_prompt, read_prompts
-from outrider.runtime.commit import Output
 from outrider.runtime.decode import decode
 from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
@@ -53,18 +53,18 @@ class Run:
     stats: DecodeStats = field(repr=False)
 
 
-def run(pipeline: Pipeline, drafter: str, k: int, ids: list[int], max_new_tokens: int) -> Run:
+def run(pipeline: Pipeline, drafter: str, k: int, ids: list[int], options: SamplingOptions) -> Run:
     model = RecordingModel(pipeline.target)
-    output = Output(max_new_tokens, pipeline.manifest.eos_token_ids)
-    stats = DecodeStats()
-    for _ in decode(model, pipeline.drafter(drafter), ids, k, output, stats):
+    request = pipeline.new_request(ids, options)
+    for _ in decode(model, pipeline.drafter(drafter), k, request):
         pass
-    committed = range(len(ids) - 1, len(ids) + len(output.tokens) - 1)
-    return Run(output.tokens, {position: model.rows[position] for position in committed}, stats)
+    tokens = request.output.tokens
+    committed = range(len(ids) - 1, len(ids) + len(tokens) - 1)
+    return Run(tokens, {position: model.rows[position] for position in committed}, request.stats)
 
 
 def compare(
-    pipelines: dict[str, Pipeline], prompts: Sequence[Prompt], max_new_tokens: int, tiers: Sequence[int] = TIERS
+    pipelines: dict[str, Pipeline], prompts: Sequence[Prompt], options: SamplingOptions, tiers: Sequence[int] = TIERS
 ) -> Iterator[tuple[str, int, DecodeStats]]:
     """Every arm against plain decoding; yields (arm, K, summed stats), raises SystemExit at a difference.
 
@@ -72,14 +72,14 @@ def compare(
         pipelines: ``self`` (draft = target) and ``layers`` (draft = the target's first layers), of the same target.
     """
     encoded = [encode_prompt(pipelines["self"], prompt) for prompt in prompts]
-    plain = [run(pipelines["self"], "none", 0, ids, max_new_tokens) for ids in encoded]
+    plain = [run(pipelines["self"], "none", 0, ids, options) for ids in encoded]
     arms = [("ngram", pipelines["self"], "ngram")]
     arms += [(f"draft = {name}", pipeline, "model") for name, pipeline in pipelines.items()]
     for name, pipeline, drafter in arms:
         for k in tiers:
             total = DecodeStats()
             for prompt, ids, expected in zip(prompts, encoded, plain, strict=True):
-                found = run(pipeline, drafter, k, ids, max_new_tokens)
+                found = run(pipeline, drafter, k, ids, options)
                 if found.tokens != expected.tokens:
                     sys.exit(f"{prompt.id}, {name}, K={k}: ids differ: {found.tokens} instead of {expected.tokens}")
                 if found.rows != expected.rows:
@@ -116,13 +116,17 @@ def export_pairs(source: str, work: Path, precision: str, tiers: tuple[int, ...]
 @click.option("--precision", "precisions", multiple=True, default=("int4", "fp32"))
 @click.option("--prompts", "count", default=30)
 @click.option("--tokens", default=128)
-def main(source: str, work: Path, precisions: tuple[str, ...], count: int, tokens: int) -> None:
+@click.option("--temperature", type=float)
+def main(
+    source: str, work: Path, precisions: tuple[str, ...], count: int, tokens: int, temperature: float | None
+) -> None:
+    options = SamplingOptions(max_new_tokens=tokens, temperature=temperature, seed=None if temperature is None else 7)
     prompts = read_prompts(PROMPTS)[:count]
     for precision in precisions:
         pipelines = export_pairs(source, work, precision)
         target = pipelines["self"].target
         print(f"{precision}: plain decoding in passes of {target.min_rows} row(s), {pipelines['self'].exactness}")
-        for name, k, stats in compare(pipelines, prompts, tokens):
+        for name, k, stats in compare(pipelines, prompts, options):
             print(
                 f"{precision} {name:14} K={k}: {len(prompts)} prompts, {stats.num_output_tokens} tokens, "
                 f"ids and logits equal; acceptance {stats.draft_acceptance_rate:.3f}, "

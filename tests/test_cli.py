@@ -197,9 +197,9 @@ def test_bench_text(tiny_bundle: Path, prompts: Path) -> None:
     assert [row[:14].strip() for row in rows[: len(ARMS)]] == ARMS
     # Plain decoding at its fastest has bits of its own, so its text may differ; all others agree.
     assert all(row.endswith(f"{len(PROMPTS)} of {len(PROMPTS)}") for row in rows[1 : len(ARMS)])
-    assert rows[len(ARMS)].startswith("same ids: ")
-    assert "category" in rows[len(ARMS) + 2]
-    assert rows[len(ARMS) + 3].split() == ["fox", "code"]
+    assert [row.partition(":")[0] for row in rows[len(ARMS) : len(ARMS) + 2]] == ["choose", "same ids"]
+    assert "category" in rows[len(ARMS) + 3]
+    assert rows[len(ARMS) + 4].split() == ["fox", "code"]
 
 
 def test_chat_forgets_the_oldest_turns_when_the_context_is_full(tiny_bundle: Path) -> None:

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from outrider.runtime import Origin, OutriderError, Pipeline
+from outrider.runtime import Origin, OutriderError, Pipeline, SamplingOptions
+from outrider.runtime.accept import Draft
 from outrider.runtime.commit import Output
 from outrider.runtime.decode import decode
-from outrider.runtime.drafters import Drafter, NoDrafter
+from outrider.runtime.drafters import Drafter, Draw, NoDrafter
+from outrider.runtime.sampling.history import History
 from outrider.runtime.stats import DecodeStats
 
 PROMPT = "the quick brown fox"
@@ -32,24 +34,26 @@ class ScriptedDrafter:
         self.wrong = wrong
         self.vocab_size = vocab_size
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.start = len(prompt)
+    def begin(self) -> None:
+        pass
 
-    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-        right = self.whole[len(tokens) : len(tokens) + k]
-        first = len(tokens) - self.start
+    def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
+        right = self.whole[len(history) : len(history) + k]
+        first = history.output_length
         return [
-            (token + 1) % self.vocab_size if first + index in self.wrong else token for index, token in enumerate(right)
+            Draft((token + 1) % self.vocab_size if first + index in self.wrong else token)
+            for index, token in enumerate(right)
         ]
 
 
 def run(
     pipeline: Pipeline, drafter: Drafter, k: int, max_new_tokens: int = TOKENS, eos: Sequence[int] = ()
 ) -> tuple[Output, DecodeStats]:
-    output, stats = Output(max_new_tokens, tuple(eos)), DecodeStats()
     ids = pipeline.codec.encode(PROMPT)
-    assert list(decode(pipeline.target, drafter, ids, k, output, stats)) == output.tokens
-    return output, stats
+    options = SamplingOptions(max_new_tokens=max_new_tokens, eos_token_id=list(eos))
+    request = pipeline.new_request(ids, options)
+    assert list(decode(pipeline.target, drafter, k, request)) == request.output.tokens
+    return request.output, request.stats
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +136,8 @@ def test_end_of_sequence_as_a_wrong_proposal_ends_nothing(tiny_pipeline: Pipelin
     end = next(token for token in range(tiny_pipeline.manifest.target.vocab_size) if token not in plain)
 
     class AlwaysEnd(NoDrafter):
-        def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-            return [end] * k
+        def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
+            return [Draft(end)] * k
 
     output, stats = run(tiny_pipeline, AlwaysEnd(), 4, eos=[end])
     assert output.tokens == plain
@@ -146,9 +150,9 @@ def test_fewer_drafts_than_k(tiny_pipeline: Pipeline, plain: list[int]) -> None:
     class Varying(ScriptedDrafter):
         calls = 0
 
-        def propose(self, tokens: Sequence[int], k: int) -> list[int]:
+        def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
             self.calls += 1
-            return super().propose(tokens, k)[: self.calls % 4]
+            return super().propose(history, k, draw)[: self.calls % 4]
 
     whole = [*tiny_pipeline.codec.encode(PROMPT), *plain]
     output, _ = run(tiny_pipeline, Varying(whole, 320), 8)

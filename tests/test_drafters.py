@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.export import ExportOptions, export_bundle
-from outrider.runtime import Pipeline
-from outrider.runtime.accept import count_accepted
+from outrider.runtime import Pipeline, SamplingOptions
 from outrider.runtime.drafters import ngram
 from outrider.runtime.drafters.ngram import NgramDrafter
 
@@ -34,31 +35,31 @@ def looked_up(tokens: Sequence[int], k: int) -> list[int]:
 def test_ngram_index_equals_a_search(tokens: list[int], cuts: list[int], k: int) -> None:
     """Grown in any steps, the index answers as a search over the whole text would."""
     drafter = NgramDrafter()
-    drafter.begin(tokens[:1])
+    drafter.begin()
     end = 1
     for step in cuts:
-        assert drafter.propose(tokens[:end], k) == looked_up(tokens[:end], k)
+        assert drafter.look_up(tokens[:end], k) == looked_up(tokens[:end], k)
         end = min(len(tokens), end + step)
-    assert drafter.propose(tokens, k) == looked_up(tokens, k)
+    assert drafter.look_up(tokens, k) == looked_up(tokens, k)
 
 
 def test_ngram_prefers_the_longest_match_and_then_the_latest() -> None:
     drafter = NgramDrafter()
-    assert drafter.propose([1, 2, 3, 4, 9, 9, 3, 4, 5, 1, 2, 3, 4], 1) == [9]
-    drafter.begin([])
-    assert drafter.propose([3, 4, 5, 0, 3, 4, 6, 0, 3, 4], 1) == [6]
+    assert drafter.look_up([1, 2, 3, 4, 9, 9, 3, 4, 5, 1, 2, 3, 4], 1) == [9]
+    drafter.begin()
+    assert drafter.look_up([3, 4, 5, 0, 3, 4, 6, 0, 3, 4], 1) == [6]
 
 
 def test_ngram_goes_on_into_its_own_copy() -> None:
-    assert NgramDrafter().propose([7, 7, 7], 5) == [7] * 5
-    assert NgramDrafter().propose([1, 2, 1, 2, 1], 4) == [2, 1, 2, 1]
+    assert NgramDrafter().look_up([7, 7, 7], 5) == [7] * 5
+    assert NgramDrafter().look_up([1, 2, 1, 2, 1], 4) == [2, 1, 2, 1]
 
 
 def test_ngram_forgets_the_last_request() -> None:
     drafter = NgramDrafter()
-    assert drafter.propose([1, 2, 3, 1, 2], 1) == [3]
-    drafter.begin([])
-    assert drafter.propose([1, 2], 1) == []
+    assert drafter.look_up([1, 2, 3, 1, 2], 1) == [3]
+    drafter.begin()
+    assert drafter.look_up([1, 2], 1) == []
 
 
 def test_ngram_work_does_not_grow_with_the_context() -> None:
@@ -78,19 +79,12 @@ def test_ngram_work_does_not_grow_with_the_context() -> None:
     sizes = ngram.MAX_NGRAM - ngram.MIN_NGRAM + 1
     tokens = [(i * i) % 1009 for i in range(30_000)]
     drafter = NgramDrafter()
-    drafter.propose(tokens, 4)
+    drafter.look_up(tokens, 4)
     counting = Counting(drafter._follower)
     drafter._follower = counting
-    drafter.propose([*tokens, 5], 4)
+    drafter.look_up([*tokens, 5], 4)
     assert counting.reads <= sizes
     assert counting.writes <= sizes
-
-
-@given(drafts=st.lists(st.integers(0, 2), max_size=6), chosen=st.lists(st.integers(0, 2), min_size=7, max_size=7))
-def test_accepted_drafts_are_the_common_beginning(drafts: list[int], chosen: list[int]) -> None:
-    accepted = count_accepted(drafts, chosen)
-    assert drafts[:accepted] == chosen[:accepted]
-    assert accepted == len(drafts) or drafts[accepted] != chosen[accepted]
 
 
 @pytest.fixture(scope="module", params=["int4", "fp32"])
@@ -121,26 +115,34 @@ def test_the_draft_forgets_the_last_request(twins: Pipeline) -> None:
     assert again.stats.acceptance_histogram == first.stats.acceptance_histogram
 
 
-def test_the_draft_stops_behind_its_end_of_sequence(tiny_bundle: Path) -> None:
+def drafted(pipeline: Pipeline, tokens: Sequence[int], k: int, **options: Any) -> list[int]:
+    """What the draft model proposes behind ``tokens``."""
+    request = pipeline.new_request(tokens, SamplingOptions(**options))
+    draw = partial(request.rule.draft, request.chooser)
+    proposed = pipeline.drafter("model").propose(request.history, k, draw)
+    assert request.history.tokens == list(tokens)
+    return [draft.token for draft in proposed]
+
+
+def test_the_draft_stops_behind_its_end_of_sequence(tiny_pipeline: Pipeline) -> None:
     """Nothing behind an end of sequence can stand, so nothing is drafted there."""
-    pipeline = Pipeline.load(tiny_bundle, threads=2)
-    drafter = pipeline.drafter("model")
-    ids = pipeline.codec.encode("the quick brown fox")
-    drafter.begin(ids)
-    free = drafter.propose(ids, 8)
+    ids = tiny_pipeline.codec.encode("the quick brown fox")
+    tiny_pipeline.drafter("model").begin()
+    free = drafted(tiny_pipeline, ids, 8)
     assert len(free) == 8
-    drafter._eos_token_ids = (free[2],)  # type: ignore[attr-defined]
-    drafter.begin(ids)
-    assert drafter.propose(ids, 8) == free[: free.index(free[2]) + 1]
+    end = free.index(free[2])
+    assert drafted(tiny_pipeline, ids, 8, eos_token_id=free[2]) == free[: end + 1]
+    assert drafted(tiny_pipeline, ids, 8, stop_token_ids=[free[2]]) == free[: end + 1]
+    assert drafted(tiny_pipeline, ids, 8, eos_token_id=free[2], ignore_eos=True) == free
 
 
 def test_drafters_may_take_turns(tiny_pipeline: Pipeline) -> None:
     """Rounds by another drafter in between: the draft model catches up with what it did not see."""
-    drafter = tiny_pipeline.drafter("model")
     tokens = tiny_pipeline.codec.encode("the quick brown fox jumps")
-    drafter.begin(tokens)
-    drafter.propose(tokens, 4)
+    tiny_pipeline.drafter("model").begin()
+    drafted(tiny_pipeline, tokens, 4)
     grown = [*tokens, 11, 12, 13, 14, 15, 16, 17]
-    late = drafter.propose(grown, 4)
-    drafter.begin(grown)
-    assert drafter.propose(grown, 4) == late
+    late = drafted(tiny_pipeline, grown, 4)
+    tiny_pipeline.clear_caches()
+    tiny_pipeline.drafter("model").begin()
+    assert drafted(tiny_pipeline, grown, 4) == late

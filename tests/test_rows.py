@@ -19,7 +19,7 @@ from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import RowProbe, probe_rows
 from outrider.export import ExportOptions, export_bundle
-from outrider.runtime import DecodeStats, Pipeline
+from outrider.runtime import Pipeline, SamplingOptions
 from outrider.runtime.decode import decode
 from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.sequence import CachedModel
@@ -202,10 +202,10 @@ def test_a_whole_request_in_fixed_row_tiers(tiny_bundle: Path, tiny_pipeline: Pi
     ids = tiny_pipeline.codec.encode("one two three " * 40)[:60]
     outputs = []
     for model, k in ((tiny_pipeline.target, 0), (CachedModel(engine, 1), 0), (CachedModel(engine, 1), 3)):
-        output = tiny_pipeline.new_output(ids, 1000)
-        for _ in decode(model, NgramDrafter(), ids, k, output, DecodeStats()):
+        request = tiny_pipeline.new_request(ids, SamplingOptions(max_new_tokens=1000))
+        for _ in decode(model, NgramDrafter(), k, request):
             pass
-        outputs.append(output.tokens)
+        outputs.append(request.output.tokens)
     assert outputs[0] == outputs[1] == outputs[2]
     assert len(outputs[0]) == bundle.manifest.max_length - 60
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.runtime.accept import Draft
+from outrider.runtime.sampling.history import History
+
+# Draws a token from a draft model's logits [V], as the acceptance rule wants it drawn.
+Draw = Callable[[NDArray[np.float32]], Draft]
 
 
 class Drafter(Protocol):
@@ -15,12 +24,12 @@ class Drafter(Protocol):
     @property
     def seconds(self) -> float: ...
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """A new request: forget the last one."""
+    def begin(self) -> None:
+        """A new request: the history of the next call is another one."""
         ...
 
-    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-        """Up to ``k`` >= 1 tokens that may follow ``tokens`` (prompt and all committed output, same list growing)."""
+    def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
+        """Up to ``k`` >= 1 tokens that may follow ``history``, which is as it was when the call returns."""
         ...
 
 
@@ -30,8 +39,8 @@ class NoDrafter:
     passes = 0
     seconds = 0.0
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self) -> None:
         pass
 
-    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
+    def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
         return []

@@ -1,21 +1,21 @@
-"""A draft model: K greedy steps with a cache of its own, rolled back to what was committed."""
+"""A draft model: K steps with a cache of its own, rolled back to what was committed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from outrider.runtime.choose import choose
+from outrider.runtime.accept import Draft
+from outrider.runtime.drafters import Draw
+from outrider.runtime.sampling.history import History
 from outrider.runtime.sequence import CachedModel
 
 
 class ModelDrafter:
-    """See ``drafters.Drafter``. It stops early behind an end-of-sequence token: no draft after it could stand."""
+    """See ``drafters.Drafter``. It stops early where nothing could stand: behind an end, and past its own context."""
 
-    def __init__(self, model: CachedModel, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, model: CachedModel) -> None:
         self._model = model
-        self._eos_token_ids = eos_token_ids
-        self._cached: list[int] = []
-        self._agreed = 0
+        self._agreed = 0  # cached tokens that are known to be those of the history
 
     @property
     def passes(self) -> int:
@@ -25,30 +25,19 @@ class ModelDrafter:
     def seconds(self) -> float:
         return self._model.seconds
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._model.rollback(0)
-        self._cached = []
+    def begin(self) -> None:
         self._agreed = 0
 
-    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-        self._roll_back(tokens)
-        drafts: list[int] = []
-        # What the cache lacks: the last token, and after a fully accepted round the last draft before it.
-        pending = list(tokens[self._model.length :])
-        while len(drafts) < k:
-            draft = int(choose(self._model.extend(pending, 1))[0])
-            self._cached += pending
+    def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
+        start = len(history)
+        self._model.keep(history.tokens, self._agreed)
+        drafts: list[Draft] = []
+        while len(drafts) < k and len(history) <= self._model.max_length and not history.ended():
+            # What the cache lacks: the last token, and after a fully accepted round the last draft before it.
+            logits = self._model.extend(history.tokens[self._model.length :], 1)[0]
+            draft = draw(logits)
             drafts.append(draft)
-            if draft in self._eos_token_ids:
-                break
-            pending = [draft]
+            history.push(draft.token)
+        history.rollback(start)
+        self._agreed = min(start, self._model.length)
         return drafts
-
-    def _roll_back(self, tokens: Sequence[int]) -> None:
-        """Keep the cached tokens that were committed; at least the last token is always fed again."""
-        keep = self._agreed
-        while keep < min(len(self._cached), len(tokens) - 1) and self._cached[keep] == tokens[keep]:
-            keep += 1
-        del self._cached[keep:]
-        self._agreed = keep
-        self._model.rollback(keep)

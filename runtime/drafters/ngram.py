@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.runtime.accept import Draft
+from outrider.runtime.drafters import Draw
+from outrider.runtime.sampling.history import History
+
 MAX_NGRAM = 4
 MIN_NGRAM = 2
 
@@ -22,11 +26,15 @@ class NgramDrafter:
         self._follower: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self) -> None:
         self._follower = {}
         self._indexed = 0
 
-    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
+    def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
+        return [Draft(token) for token in self.look_up(history.tokens, k)]
+
+    def look_up(self, tokens: Sequence[int], k: int) -> list[int]:
+        """``k`` tokens that followed the last ones before, or none. The same list is to grow from call to call."""
         self._index(tokens)
         for size in range(min(MAX_NGRAM, len(tokens)), MIN_NGRAM - 1, -1):
             start = self._follower.get(tuple(tokens[-size:]))

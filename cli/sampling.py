@@ -1,0 +1,102 @@
+"""The options that decide the text: one for each field of ``SamplingOptions``, under its name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from outrider.engines.errors import OutriderError
+from outrider.runtime.sampling.options import SamplingOptions
+
+Command = Callable[..., Any]
+
+
+def _token_ids(value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of token ids such as 2,17") from None
+
+
+def _bias(value: str) -> tuple[int, float]:
+    try:
+        token, _, bias = value.partition("=")
+        return int(token), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not TOKEN_ID=NUMBER such as 17=-2.5") from None
+
+
+def _text_or_file(value: str) -> str:
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise OutriderError(f"{value[1:]} is not UTF-8 text") from None
+
+
+_OPTIONS: list[Callable[[Command], Command]] = [
+    click.option("--max-new-tokens", type=int, default=128, show_default=True),
+    click.option("--min-new-tokens", type=int, help="Nothing ends the answer before."),
+    click.option("--temperature", type=float, help="0 is greedy, 1 the model's own distribution.  [default: greedy]"),
+    click.option("--top-k", type=int, help="The k most likely tokens."),
+    click.option("--top-p", type=float, help="The fewest most likely tokens with this mass."),
+    click.option("--min-p", type=float, help="Tokens at least this times as likely as the best."),
+    click.option("--typical-p", type=float, help="Tokens of typical information with this mass."),
+    click.option("--seed", type=int, help="Same seed, same text, whatever drafts.  [default: a fresh one]"),
+    click.option("--repetition-penalty", type=float, help="Above 1: tokens that occurred become less likely."),
+    click.option("--presence-penalty", type=float, help="Off the logit of each token of the output."),
+    click.option("--frequency-penalty", type=float, help="The same, times how often it occurs."),
+    click.option("--penalize-prompt/--no-penalize-prompt", default=None, help="Whether penalties count the prompt."),
+    click.option("--logit-bias", type=_bias, multiple=True, metavar="ID=NUMBER", help="Add to a token's logit."),
+    click.option("--bad-words", multiple=True, metavar="TEXT", help="Words that must not occur."),
+    click.option("--allowed-token-ids", type=_token_ids, metavar="ID,ID,...", help="The only tokens that may occur."),
+    click.option("--eos-token-id", type=_token_ids, metavar="ID,ID,...", help="In place of the bundle's."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind an end of sequence."),
+    click.option("--stop-token-ids", type=_token_ids, metavar="ID,ID,...", help="Further tokens that end the answer."),
+    click.option("--stop-strings", multiple=True, metavar="TEXT", help="Texts before which the answer ends."),
+    click.option("--json-schema", type=_text_or_file, metavar="JSON|@FILE", help="The answer is JSON of this schema."),
+    click.option("--regex", type=_text_or_file, metavar="REGEX|@FILE", help="The answer matches this expression."),
+    click.option("--lark", type=_text_or_file, metavar="LARK|@FILE", help="The answer follows this Lark grammar."),
+    click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of each token and the best N (--json)."),
+    click.option("--logprobs-mode", type=click.Choice(["raw", "processed"]), help="Before or behind the filters."),
+]
+
+
+class SamplingArguments:
+    """The options given on the command line; texts among them become token ids when the tokenizer is there."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._bad_words: tuple[str, ...] = given.pop("bad_words")
+        given["logit_bias"] = dict(given["logit_bias"])
+        self._options = SamplingOptions.parse({name: value for name, value in given.items() if value is not None})
+
+    def options(self, codec: Any) -> SamplingOptions:
+        words = [ids for word in self._bad_words for ids in codec.word_ids(word)]
+        return self._options.replace({"bad_words_ids": words})
+
+    @property
+    def logprobs(self) -> bool:
+        return self._options.logprobs is not None
+
+
+def sampling(command: Command) -> Command:
+    """Add the options to a command, which gets them as ``sampling``, checked but for what needs the bundle."""
+
+    @functools.wraps(command)
+    def collected(**arguments: Any) -> Any:
+        given = {name: arguments.pop(name) for name in _names}
+        return command(sampling=SamplingArguments(given), **arguments)
+
+    decorated: Command = collected
+    for option in reversed(_OPTIONS):
+        decorated = option(decorated)
+    _names = [parameter.name for parameter in decorated.__click_params__ if parameter.name in _FIELDS]  # type: ignore[attr-defined]
+    return decorated
+
+
+_FIELDS = {*SamplingOptions.__dataclass_fields__, "bad_words"}

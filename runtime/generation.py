@@ -1,0 +1,126 @@
+"""A running request, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from outrider.engines.errors import OutriderError
+from outrider.runtime.choose import TokenLogprobs
+from outrider.runtime.commit import Origin
+from outrider.runtime.decode import Request, decode
+from outrider.runtime.stats import DecodeStats
+
+if TYPE_CHECKING:
+    from outrider.runtime.generate import Pipeline
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a request is sped up: who drafts, K, and the acceptance rule."""
+
+    drafter: str
+    k: int
+    acceptance: str
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """``exactness`` is ``bitwise`` when the row probe held on this machine: the text is plain decoding's own.
+
+    ``seed`` is the one that was used; None when decoding was greedy. ``logprobs`` has an entry for each token, or is
+    None when none were asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    origins: list[Origin]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str
+    seed: int | None
+    drafter: str
+    k: int
+    acceptance: str
+    exactness: str
+    stats: DecodeStats
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self) | {
+            "origins": [origin.value for origin in self.origins],
+            "logprobs": None if self.logprobs is None else [asdict(entry) for entry in self.logprobs],
+            "stats": self.stats.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class StreamedToken:
+    """A committed token and the text that became certain with it: "" inside a character or a possible stop string."""
+
+    token_id: int
+    text: str
+    origin: Origin
+    logprobs: TokenLogprobs | None = None
+
+
+class Generation:
+    """A running request: iterate over its tokens, or take the result. Leaving it halfway needs no clean-up."""
+
+    def __init__(self, pipeline: Pipeline, request: Request, speculation: Speculation) -> None:
+        self._pipeline = pipeline
+        self._request = request
+        self._speculation = speculation
+        self._streamed = 0
+        self._cancelled = False
+        self._tokens = self._run()
+
+    def __iter__(self) -> Iterator[StreamedToken]:
+        return self._tokens
+
+    def cancel(self) -> None:
+        """End the request behind the last streamed token; from any thread. The result has what was streamed."""
+        self._cancelled = True
+
+    def result(self) -> GenerationResult:
+        """Generate what is left and return the whole.
+
+        Raises:
+            OutriderError: the request cannot go on: it was interrupted, or a newer one took over.
+        """
+        for _ in self._tokens:
+            pass
+        output = self._request.output
+        if self._cancelled:
+            output.cancel(self._streamed)
+        if output.finish_reason is None:
+            raise OutriderError("this request was cut off before its end; generate it again")
+        chooser = self._request.chooser
+        return GenerationResult(
+            text="".join(output.pieces),
+            token_ids=output.tokens,
+            origins=output.origins,
+            logprobs=None if chooser.options.logprobs is None else output.logprobs,
+            finish_reason=output.finish_reason,
+            seed=None if chooser.options.greedy else chooser.seed,
+            **vars(self._speculation),
+            exactness=self._pipeline.exactness,
+            stats=self._request.stats,
+        )
+
+    def _run(self) -> Iterator[StreamedToken]:
+        """The committed tokens; each round runs only while the pipeline's caches are this request's."""
+        pipeline, output = self._pipeline, self._request.output
+        if output.finish_reason is not None:
+            return
+        drafter = pipeline.drafter(self._speculation.drafter)
+        tokens = decode(pipeline.target, drafter, self._speculation.k, self._request)
+        pipeline.owner = self
+        while not self._cancelled and (output.finish_reason is None or self._streamed < len(output.tokens)):
+            position = self._streamed
+            with pipeline.lock:
+                if pipeline.owner is not self and position == len(output.tokens):
+                    raise OutriderError("a newer request took over this pipeline; load a Pipeline for each")
+                next(tokens)
+            logprobs = output.logprobs[position] if output.logprobs else None
+            self._streamed += 1
+            yield StreamedToken(output.tokens[position], output.pieces[position], output.origins[position], logprobs)

@@ -1,0 +1,128 @@
+"""Temperature and the filters behind it: which tokens may be drawn, and how likely each is.
+
+The order is that of transformers: temperature, top-k, top-p, min-p, typical-p, each over what the one before it left.
+Tokens tied with the last one that stays all stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Nearly all probability lies within a factor of 1000 of the best token: looked at first, the rest only if need be.
+_HEAD = 1e-3
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Tokens that may be drawn, by rising id: int64 ``ids [n]`` and float64 ``weights [n]`` > 0 with any sum."""
+
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+    @classmethod
+    def one_hot(cls, token: int) -> Distribution:
+        return cls(np.array([token], np.int64), np.ones(1))
+
+    @property
+    def probabilities(self) -> NDArray[np.float64]:
+        """float64 ``[n]``, of sum 1."""
+        probabilities: NDArray[np.float64] = self.weights / self.weights.sum()
+        return probabilities
+
+    def probability(self, token: int) -> float:
+        index = int(np.searchsorted(self.ids, token))
+        if index == len(self.ids) or self.ids[index] != token:
+            return 0.0
+        return float(self.weights[index] / self.weights.sum())
+
+    def probabilities_of(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float64, one for each of ``ids``; 0 for those that are not here."""
+        if len(ids) == len(self.ids) and np.array_equal(ids, self.ids):
+            return self.probabilities
+        index = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[index] == ids, self.probabilities[index], 0.0)
+
+
+def filtered(
+    logits: NDArray[np.float32],
+    best: float,
+    temperature: float,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+    out: NDArray[np.float32] | None = None,
+) -> Distribution:
+    """The distribution that is drawn from.
+
+    Args:
+        logits: float32 ``[V]``, read only; -inf for tokens that must not be drawn.
+        best: the largest of them, finite.
+        out: float32 ``[V]`` to work in; the result does not refer to it.
+    """
+    shifted = np.subtract(logits, np.float32(best), out=out)
+    shifted /= np.float32(temperature)
+    ids: NDArray[np.int64] | None = None
+    if 0 < top_k < len(shifted):
+        ids = _largest(shifted, top_k)
+        shifted = shifted[ids]
+    weights: NDArray[np.float32] = np.exp(shifted, out=shifted)
+    if top_p < 1:
+        weights, ids = _take(weights, ids, _nucleus(weights, top_p))
+    if min_p > 0:
+        weights, ids = _take(weights, ids, np.flatnonzero(weights >= np.float32(min_p)))  # the best weighs 1
+    if typical_p < 1:
+        weights, ids = _take(weights, ids, _typical(weights, typical_p))
+    if ids is None or not weights.all():
+        weights, ids = _take(weights, ids, np.flatnonzero(weights))
+    return Distribution(ids, weights.astype(np.float64))
+
+
+def _take(
+    weights: NDArray[np.float32], ids: NDArray[np.int64] | None, kept: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    return weights[kept], kept if ids is None else ids[kept]
+
+
+def _largest(shifted: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Indices of the ``count`` largest values (the best of which is 0) and of those tied with the last."""
+    head = np.flatnonzero(shifted >= np.float32(math.log(_HEAD)))
+    values = shifted
+    if len(head) >= count:
+        values = shifted[head]
+    cutoff = np.partition(values, len(values) - count)[len(values) - count]
+    kept: NDArray[np.int64] = np.flatnonzero(values >= cutoff)
+    return head[kept] if len(head) >= count else kept
+
+
+def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
+    """Indices of the fewest largest weights whose sum reaches ``top_p`` of the whole (Holtzman et al. 2020)."""
+    total = float(weights.sum())
+    head = np.flatnonzero(weights >= np.float32(_HEAD))
+    if weights[head].sum(dtype=np.float64) < top_p * total:
+        # Weights below this sum up to less than 1 - top_p of the whole, so that none of them is in the nucleus.
+        head = np.flatnonzero(weights >= np.float32((1 - top_p) * total / len(weights)))
+    ordered = np.sort(weights[head])[::-1].astype(np.float64)
+    before = np.cumsum(ordered) - ordered
+    cutoff = ordered[max(1, int(np.count_nonzero(before < top_p * total))) - 1]
+    kept: NDArray[np.int64] = head[weights[head] >= cutoff]
+    return kept
+
+
+def _typical(weights: NDArray[np.float32], typical_p: float) -> NDArray[np.int64]:
+    """Indices of the tokens whose information is nearest to the entropy, up to a mass (Meister et al. 2022)."""
+    possible = np.flatnonzero(weights)
+    probabilities = weights[possible].astype(np.float64)
+    probabilities /= probabilities.sum()
+    information = -np.log(probabilities)
+    distance = np.abs(information - (probabilities * information).sum())
+    order = np.argsort(distance, kind="stable")
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    last = max(1, int(np.count_nonzero(before < typical_p))) - 1
+    kept: NDArray[np.int64] = possible[distance <= distance[order[last]]]
+    return kept
