@@ -71,9 +71,9 @@ class Manifest:
     def __post_init__(self) -> None:
         if not self.tiers or list(self.tiers) != sorted(set(self.tiers)) or self.tiers[0] < 1:
             raise ValueError(f"manifest.tiers is {list(self.tiers)}")
-        for model in (self.target, self.draft):
-            if model is not None and model.capacity < self.max_length + self.tiers[-1] + 2:
-                raise ValueError(f"the capacity of {model.graph} is {model.capacity}, max_length {self.max_length}")
+        if self.target.capacity < self.max_length + self.tiers[-1] + 2:
+            graph, capacity = self.target.graph, self.target.capacity
+            raise ValueError(f"the capacity of {graph} is {capacity}, max_length {self.max_length}")
 
 
 class Bundle:

@@ -53,12 +53,6 @@ class ExportOptions:
         if self.max_length < 2:
             raise OutriderError(f"--max-length {self.max_length} leaves no room for a prompt and a token")
 
-    @property
-    def capacity(self) -> int:
-        """Cache positions: the longest sequence, and room behind it for the padding of the widest pass."""
-        needed = self.max_length + PREFILL_CHUNK
-        return -(-needed // 8) * 8
-
 
 def export_bundle(
     target: str,
@@ -143,10 +137,12 @@ class _ModelJob:
 
     def _write(self, work: Path) -> ModelInfo:
         options, spec = self.options, self.spec
-        if options.max_length > spec.max_positions:
+        if self.role == "target" and options.max_length > spec.max_positions:
             raise OutriderError(
                 f"{self.checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
             )
+        # A draft of fewer positions serves as far as it reaches; behind that, decoding goes on plain.
+        capacity = _capacity(min(options.max_length, spec.max_positions))
         (work / self.role).mkdir()
         with (work / self.role / WEIGHTS).open("wb") as weights:
             model = build_decoder(
@@ -155,7 +151,7 @@ class _ModelJob:
                 weights,
                 lowering=options.lowering,
                 precision=options.precision,
-                capacity=options.capacity,
+                capacity=capacity,
                 progress=lambda part: self.steps.step(f"{self.role}: {part}"),
             )
         save_model(model, work / self.role / "model.onnx")
@@ -168,13 +164,18 @@ class _ModelJob:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             vocab_size=spec.vocab_size,
-            capacity=options.capacity,
+            capacity=capacity,
             cache_dtype="float16" if options.precision == "fp16" else "float32",
             min_rows=1,
             exactness="tolerance",
             device="",
             check={},
         )
+
+
+def _capacity(max_length: int) -> int:
+    """Cache positions: the longest sequence, and room behind it for the padding of the widest pass."""
+    return -(-(max_length + PREFILL_CHUNK) // 8) * 8
 
 
 def _cut(spec: DecoderSpec, vocab: dict[str, int], source: str) -> DecoderSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ from outrider.engines.bundle import TOKENIZER, Bundle
 from outrider.engines.errors import OutriderError
 
 Message = dict[str, str]
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _REPLACEMENT = "\ufffd"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -50,8 +51,7 @@ class TextCodec:
         """The conversation as text, up to where the assistant's answer begins."""
         if self._template is None:
             raise OutriderError("this bundle has no chat template; pass the prompt as a text instead of messages")
-        if not messages:
-            raise OutriderError("the prompt is empty; give at least one message")
+        _check_messages(messages)
         try:
             template = _sandbox().from_string(self._template)
             given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
@@ -151,6 +151,19 @@ def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of ``text`` that ``stop`` begins with, short of the whole."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    """A template drops or misplaces what it does not know, without a word."""
+    if not messages:
+        raise OutriderError("the prompt is empty; give at least one message")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise OutriderError(f"message {number} is {message!r}; it must have a role and a content")
+        if message["role"] not in ROLES:
+            raise OutriderError(f"message {number} has the role {message['role']!r}; use one of {', '.join(ROLES)}")
+        if not isinstance(message["content"], str):
+            raise OutriderError(f"the content of message {number} is {message['content']!r}; it must be a text")
 
 
 def _sandbox() -> Any:

@@ -129,14 +129,15 @@ class SamplingOptions:
             return ()
         if self.eos_token_id is None:
             return tuple(of_bundle)
-        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
+        given = self.eos_token_id
+        return (given,) if isinstance(given, (int, np.integer)) else tuple(given)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises OutriderError naming the first token id that does not exist."""
         named: dict[str, Collection[int]] = {
             "logit_bias": self.logit_bias,
             "bad_words_ids": [token for sequence in self.bad_words_ids for token in sequence],
-            "allowed_token_ids": self.allowed_token_ids or (),
+            "allowed_token_ids": () if self.allowed_token_ids is None else self.allowed_token_ids,
             "eos_token_id": self.eos_token_ids(()),
             "stop_token_ids": self.stop_token_ids,
         }
@@ -206,10 +207,10 @@ def _check_tokens(options: SamplingOptions) -> None:
     for name, ids in lists.items():
         if not _is_list(ids) or not all(map(_is_int, ids)):
             raise OutriderError(f"{name} is {ids!r}; it must be a list of token ids")
-    if options.allowed_token_ids is not None and not options.allowed_token_ids:
+    if options.allowed_token_ids is not None and not len(options.allowed_token_ids):
         raise OutriderError("allowed_token_ids is empty; name at least one token, or leave it out to allow all")
     words = options.bad_words_ids
-    if not _is_list(words) or not all(_is_list(word) and word and all(map(_is_int, word)) for word in words):
+    if not _is_list(words) or not all(_is_list(word) and len(word) and all(map(_is_int, word)) for word in words):
         raise OutriderError(f"bad_words_ids is {words!r}; it must be a list of token sequences, none of them empty")
 
 

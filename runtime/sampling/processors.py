@@ -35,10 +35,10 @@ class Processors:
         self.active = bool(
             options.penalizing
             or options.logit_bias
-            or options.bad_words_ids
+            or len(options.bad_words_ids)
             or options.allowed_token_ids is not None
             or options.min_new_tokens
-            or options.processors
+            or len(options.processors)
             or options.grammar
         )
 
