@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.runtime.sampling.filters import Distribution, filtered
+from outrider.runtime.sampling.filters import Distribution, draw, filtered, largest
 from outrider.runtime.sampling.history import History
-from outrider.runtime.sampling.noise import Stream, log_uniforms, stream_key, uniform
+from outrider.runtime.sampling.noise import Stream, stream_key, uniform
 from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.sampling.processors import Processors
 
@@ -31,8 +31,7 @@ class Chooser:
     """Chooses the token behind ``history``, from a row of logits.
 
     What is chosen depends on the row, the history, the options and the seed: not on how many rows there were, nor on
-    where drafts came from. Sampling is the Gumbel-max trick in its form without a second logarithm: of the tokens that
-    the filters leave, the one with the largest log(u) / weight, u keyed by (seed, position, token id).
+    where drafts came from. Sampling is the Gumbel-max trick with noise keyed by (seed, position, token id).
 
     Args:
         seed: of 64 bits.
@@ -132,11 +131,7 @@ class Chooser:
         )
 
     def _draw(self, distribution: Distribution, stream: Stream, round_number: int) -> int:
-        if len(distribution.ids) == 1:
-            return int(distribution.ids[0])
-        scores = log_uniforms(stream_key(self.seed, len(self.history), stream, round_number), distribution.ids)
-        scores /= distribution.weights
-        return int(distribution.ids[scores.argmax()])
+        return draw(distribution, stream_key(self.seed, len(self.history), stream, round_number))
 
 
 def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
@@ -145,8 +140,7 @@ def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
     normaliser = math.log(float(np.exp(shifted).sum()))
     top: list[tuple[int, float]] = []
     if count:
-        cutoff = np.partition(shifted, len(shifted) - count)[len(shifted) - count]
-        ids = np.flatnonzero(shifted >= cutoff)
+        ids = largest(shifted, count)
         ids = ids[np.argsort(-shifted[ids], kind="stable")[:count]]
         top = [(int(index), float(shifted[index]) - normaliser) for index in ids]
     return TokenLogprobs(float(shifted[token]) - normaliser, tuple(top))

@@ -3,6 +3,7 @@
 
 measure.py export SOURCE [--precision int4]   seconds and peak memory of an export, checks included
 measure.py spare-row SOURCE                   what the spare attention row costs a one-row int4 pass
+measure.py chooser SOURCE                     what choosing a token costs, by sampler and size of the vocabulary
 measure.py install                            size of a new environment with `outrider[cpu]`, and the import time
 """
 
@@ -73,6 +74,52 @@ def spare_row(source: str) -> None:
                 f"one-row int4 pass over {context} tokens: {milliseconds[False]:.2f} ms, "
                 f"with the spare row {milliseconds[True]:.2f} ms, ratio {ratio:.3f}"
             )
+
+
+@main.command()
+@click.argument("source")
+def chooser(source: str) -> None:
+    """Microseconds a row with cold caches, as behind a pass: rows of the real model, and of a vocabulary made of them."""
+    from outrider.export import ExportOptions, export_bundle
+    from outrider.runtime import Pipeline, SamplingOptions
+    from outrider.runtime.choose import Chooser
+    from outrider.runtime.sampling.history import History
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_bundle(source, None, Path(folder) / "bundle", ExportOptions("int8"), threads=THREADS)
+        pipeline = Pipeline.load(Path(folder) / "bundle", threads=THREADS)
+        ids = pipeline.encode(
+            "The harbour town was built around a single stone pier, and its people lived from the sea."
+        )
+        ids += pipeline.generate("The harbour town", temperature=1.0, seed=1, max_new_tokens=200).token_ids
+        real = pipeline.target.extend(ids[-PASSES:], PASSES).copy()
+    # A vocabulary of 262,144: the same best tokens, and a tail five times as long, 4 nats below.
+    copies = [real, *(np.roll(real, shift, axis=0) - 4 for shift in range(1, 6))]
+    large = np.ascontiguousarray(np.concatenate(copies, axis=1)[:, :262_144])
+    flush = np.zeros(10_000_000, np.float32)
+    samplers: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 50},
+        {"temperature": 0.8, "min_p": 0.05},
+        {"temperature": 0.8, "typical_p": 0.9},
+        {"temperature": 1.0},
+        {"repetition_penalty": 1.1},
+    ]
+    for options in samplers:
+        figures = []
+        for rows in (real, large):
+            history = History(ids, counting=True)
+            chooses = Chooser(SamplingOptions(**options), history, 7, rows.shape[1])  # type: ignore[arg-type]
+            times = []
+            for row in rows:
+                flush += 1
+                start = time.perf_counter()
+                chooses.choose(row)
+                times.append(time.perf_counter() - start)
+            figures.append(f"V = {rows.shape[1]:,}: {1e6 * statistics.median(times):.0f} us")
+        name = ", ".join(f"{key} {value}" for key, value in options.items()) or "greedy"
+        print(f"{name:32} {figures[0]:24} {figures[1]}")
 
 
 @main.command()

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Nearly all probability lies within a factor of 1000 of the best token: looked at first, the rest only if need be.
-_HEAD = 1e-3
+from outrider.runtime.sampling.noise import log_uniforms
+
+# Nearly all probability lies within such factors of the best token: looked at first, the rest only if need be.
+_HEADS = (1e-3, 1e-6)
+_BLOCK = 2**14  # tokens that are drawn among at a time: all steps stay in the second-level cache
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,23 @@ class Distribution:
         return np.where(self.ids[index] == ids, self.probabilities[index], 0.0)
 
 
+def draw(distribution: Distribution, key: int) -> int:
+    """The token that wins under the noise of ``key``: the Gumbel-max trick in its form without a second logarithm.
+
+    -log(u) / weight is exponentially distributed with the weight for its rate, and the smallest belongs to a token with
+    the probability of its weight. Equal ones: the smallest id.
+    """
+    winner, best = 0, -math.inf
+    for start in range(0, len(distribution.ids), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        scores = log_uniforms(key, distribution.ids[part])
+        scores /= distribution.weights[part]
+        index = int(scores.argmax())
+        if scores[index] > best:
+            winner, best = start + index, float(scores[index])
+    return int(distribution.ids[winner])
+
+
 def filtered(
     logits: NDArray[np.float32],
     best: float,
@@ -69,7 +89,7 @@ def filtered(
     shifted /= np.float32(temperature)
     ids: NDArray[np.int64] | None = None
     if 0 < top_k < len(shifted):
-        ids = _largest(shifted, top_k)
+        ids = largest(shifted, top_k)
         shifted = shifted[ids]
     weights: NDArray[np.float32] = np.exp(shifted, out=shifted)
     if top_p < 1:
@@ -78,9 +98,9 @@ def filtered(
         weights, ids = _take(weights, ids, np.flatnonzero(weights >= np.float32(min_p)))  # the best weighs 1
     if typical_p < 1:
         weights, ids = _take(weights, ids, _typical(weights, typical_p))
-    if ids is None or not weights.all():
+    if not weights.all():
         weights, ids = _take(weights, ids, np.flatnonzero(weights))
-    return Distribution(ids, weights.astype(np.float64))
+    return Distribution(np.arange(len(weights)) if ids is None else ids, weights.astype(np.float64))
 
 
 def _take(
@@ -89,40 +109,45 @@ def _take(
     return weights[kept], kept if ids is None else ids[kept]
 
 
-def _largest(shifted: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+def largest(shifted: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     """Indices of the ``count`` largest values (the best of which is 0) and of those tied with the last."""
-    head = np.flatnonzero(shifted >= np.float32(math.log(_HEAD)))
-    values = shifted
-    if len(head) >= count:
-        values = shifted[head]
+    for head in _HEADS:
+        kept: NDArray[np.int64] = np.flatnonzero(shifted >= np.float32(math.log(head)))
+        if len(kept) >= count:
+            break
+    else:
+        kept = np.arange(len(shifted))
+    values = shifted[kept]
     cutoff = np.partition(values, len(values) - count)[len(values) - count]
-    kept: NDArray[np.int64] = np.flatnonzero(values >= cutoff)
-    return head[kept] if len(head) >= count else kept
+    return kept[values >= cutoff]
 
 
 def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
     """Indices of the fewest largest weights whose sum reaches ``top_p`` of the whole (Holtzman et al. 2020)."""
     total = float(weights.sum())
-    head = np.flatnonzero(weights >= np.float32(_HEAD))
+    head: NDArray[np.int64] = np.flatnonzero(weights >= np.float32(_HEADS[0]))
     if weights[head].sum(dtype=np.float64) < top_p * total:
         # Weights below this sum up to less than 1 - top_p of the whole, so that none of them is in the nucleus.
         head = np.flatnonzero(weights >= np.float32((1 - top_p) * total / len(weights)))
     ordered = np.sort(weights[head])[::-1].astype(np.float64)
     before = np.cumsum(ordered) - ordered
     cutoff = ordered[max(1, int(np.count_nonzero(before < top_p * total))) - 1]
-    kept: NDArray[np.int64] = head[weights[head] >= cutoff]
-    return kept
+    return head[weights[head] >= cutoff]
 
 
 def _typical(weights: NDArray[np.float32], typical_p: float) -> NDArray[np.int64]:
     """Indices of the tokens whose information is nearest to the entropy, up to a mass (Meister et al. 2022)."""
-    possible = np.flatnonzero(weights)
-    probabilities = weights[possible].astype(np.float64)
-    probabilities /= probabilities.sum()
-    information = -np.log(probabilities)
-    distance = np.abs(information - (probabilities * information).sum())
-    order = np.argsort(distance, kind="stable")
-    before = np.cumsum(probabilities[order]) - probabilities[order]
-    last = max(1, int(np.count_nonzero(before < typical_p))) - 1
-    kept: NDArray[np.int64] = possible[distance <= distance[order[last]]]
-    return kept
+    total = float(weights.sum())
+    logs = np.log(np.maximum(weights, np.finfo(np.float32).tiny))
+    entropy = math.log(total) - float((weights * logs).sum()) / total
+    for head in (_HEADS[0], 0.0):
+        kept: NDArray[np.int64] = np.flatnonzero(weights > np.float32(head))
+        candidates = weights[kept].astype(np.float64)
+        distance = np.abs(math.log(total) - np.log(candidates) - entropy)
+        order = np.argsort(distance, kind="stable")
+        last = int(np.count_nonzero(np.cumsum(candidates[order]) < typical_p * total))
+        cutoff = distance[order[min(last, len(kept) - 1)]]
+        # Every token behind the head is further from the entropy than this, where it is on that side.
+        if last < len(kept) and head and cutoff < math.log(total) - math.log(head) - entropy:
+            break
+    return kept[distance <= cutoff]
