@@ -38,7 +38,7 @@ def generate(
 ) -> None:
     """Answer one prompt, streaming."""
     if sampling.logprobs and not as_json:
-        raise OutriderError("--logprobs are printed with --json only; add it")
+        raise OutriderError("log-probabilities are printed with --json only; add it, or leave --logprobs out")
     pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
     text = options.standard_input().read() if prompt == "-" else prompt
     if not text:
@@ -78,6 +78,8 @@ def chat(
     provider: str,
 ) -> None:
     """Talk to the target; an empty line or end of input leaves, Ctrl-C stops an answer."""
+    if sampling.logprobs:
+        raise OutriderError("chat prints no log-probabilities; use `outrider generate --json`")
     pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
     settings = sampling.options(pipeline.codec)
     messages: list[dict[str, str]] = []

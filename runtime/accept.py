@@ -47,8 +47,7 @@ class AcceptanceRule(Protocol):
     def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
         """The tokens of a round, in order: accepted drafts, then the target's own token.
 
-        Each is to be pushed to the chooser's history before the next is asked for; rows behind the last one that is
-        asked for are never looked at.
+        Each is to be pushed to the chooser's history before the next is asked for.
 
         Args:
             drafts: K proposals.
@@ -106,8 +105,12 @@ class BlockRule(_SamplingRule):
         history, start = chooser.history, len(chooser.history)
         targets: list[Distribution] = []
         numbers: list[float] = []
-        for (token, _), row in zip(drafts, rows, strict=False):
-            targets.append(chooser.distribution(row))
+        for index, ((token, _), row) in enumerate(zip(drafts, rows, strict=False)):
+            try:
+                targets.append(chooser.distribution(row))
+            except Exception:  # behind drafts that may not stand: they are judged without it, as if it had no draft
+                drafts = drafts[:index]
+                break
             numbers.append(chooser.uniform(Stream.ACCEPT, self._round))
             if not targets[-1].probability(token):  # nor can anything behind it stand
                 break
@@ -164,7 +167,7 @@ def acceptance_rule(name: str) -> AcceptanceRule:
     Raises:
         OutriderError: there is no such rule.
     """
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         raise OutriderError(f"unknown acceptance rule {name!r}; choose one of {', '.join(RULES)}")
     return RULES[name]()
 

@@ -142,6 +142,7 @@ def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
     if count:
         ids = largest(shifted, count)
         ids = ids[np.argsort(-shifted[ids], kind="stable")[:count]]
+        ids = ids[shifted[ids] > -np.inf]  # masked tokens have no probability
         top = [(int(index), float(shifted[index]) - normaliser) for index in ids]
     return TokenLogprobs(float(shifted[token]) - normaliser, tuple(top))
 

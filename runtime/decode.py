@@ -57,19 +57,29 @@ def decode(target: CachedModel, drafter: Drafter, k: int, request: Request) -> I
             # Verify the last committed token and the drafts in one pass.
             rows = target.extend([history.tokens[-1], *(draft.token for draft in drafts)], len(drafts) + 1)
             # Accept and commit, token by token, as far as the request goes.
-            committed = accepted = 0
-            for verdict in rule.accept(chooser, drafts, rows):
-                running = _commit(verdict, request)
-                committed += 1
-                accepted += verdict.origin is Origin.ACCEPTED
-                if not running:
-                    break
+            before = len(output.tokens)
+            running, failure = _accept(rule.accept(chooser, drafts, rows), request)
+            committed = len(output.tokens) - before
+            accepted = output.origins[before:].count(Origin.ACCEPTED)
             # Roll back: the cache keeps every token but the last one, which the next round brings.
             target.rollback(len(history) - 1)
             # Drafts behind the end of the request do not exist, and are not counted.
             judged = len(drafts) if running else min(len(drafts), committed)
             stats.count(committed, proposed=judged, accepted=accepted)
-        yield from output.tokens[-committed:]
+        yield from output.tokens[before:]
+        if failure is not None:
+            raise failure
+
+
+def _accept(verdicts: Iterator[Verdict], request: Request) -> tuple[bool, Exception | None]:
+    """Commit until verdicts or request end: whether it goes on, and what failed behind the tokens that stand."""
+    try:
+        for verdict in verdicts:
+            if not _commit(verdict, request):
+                return False, None
+    except Exception as error:  # masks that allow nothing, a processor: the tokens before it are good, as in plain
+        return False, error
+    return True, None
 
 
 def _commit(verdict: Verdict, request: Request) -> bool:

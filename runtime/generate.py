@@ -8,6 +8,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
 from outrider.engines.bundle import TOKENIZER, Bundle, ModelInfo
 from outrider.engines.engine import row_counts
 from outrider.engines.errors import OutriderError
@@ -100,7 +102,10 @@ class Pipeline:
             OutriderError: an empty or too long prompt, a K above the tiers, a drafter that the bundle has not, an
                 option out of its range, a grammar that does not compile.
         """
-        parsed = SamplingOptions.parse(changes) if options is None else options.replace(changes)
+        options = SamplingOptions() if options is None else options
+        if not isinstance(options, SamplingOptions):
+            raise OutriderError(f"options is {options!r}; give SamplingOptions, or options by name")
+        parsed = options.replace(changes)
         speculation = self._speculation(drafter, k, acceptance)
         ids = self.encode(prompt)
         return Generation(self, self.new_request(ids, parsed, acceptance), speculation)
@@ -124,7 +129,7 @@ class Pipeline:
             frozenset(eos),
             frozenset(options.stop_token_ids),
         )
-        seed = secrets.randbits(64) if options.seed is None else options.seed
+        seed = secrets.randbits(64) if options.seed is None else int(options.seed)
         chooser = Chooser(options, history, seed, vocab_size)
         return Request(history, chooser, acceptance_rule(acceptance), output, DecodeStats(len(prompt)))
 
@@ -145,6 +150,8 @@ class Pipeline:
     def check_k(self, k: int) -> None:
         """Raises OutriderError when K is negative or larger than the bundle's tiers."""
         largest = max(self.manifest.tiers)
+        if not isinstance(k, (int, np.integer)) or isinstance(k, bool):
+            raise OutriderError(f"K is {k!r}; it must be a whole number")
         if k < 0:
             raise OutriderError(f"K = {k} is negative; use 0 for plain decoding")
         if k > largest:
@@ -172,7 +179,7 @@ class Pipeline:
 
     def _speculation(self, drafter: str | None, k: int | None, acceptance: str) -> Speculation:
         tiers = self.manifest.tiers
-        name = drafter or ("model" if self.draft else "ngram")
+        name = ("model" if self.draft else "ngram") if drafter is None else drafter
         self.drafter(name)
         k = tiers[len(tiers) // 2] if k is None else k
         self.check_k(k)

@@ -92,6 +92,7 @@ class Generation:
         output = self._request.output
         if self._cancelled:
             output.cancel(self._streamed)
+            self._request.stats.num_output_tokens = len(output.tokens)
         if output.finish_reason is None:
             raise OutriderError("this request was cut off before its end; generate it again")
         chooser = self._request.chooser

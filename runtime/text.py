@@ -36,6 +36,8 @@ class TextCodec:
         Raises:
             OutriderError: the prompt is empty or not text, or the bundle has no chat template for messages.
         """
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise OutriderError(f"the prompt is {prompt!r}; give a text, or a list of messages")
         plain = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self.render(prompt)
         try:
@@ -102,8 +104,8 @@ class TextStream:
         self._known, self._known_text = len(self._window), self._codec.decode(self._window)
         return piece
 
-    def finish(self) -> str:
-        """The rest: bytes that never became a whole character."""
+    def rest(self) -> str:
+        """What is not certain yet, as it would be at the end: bytes that are no whole character."""
         return self._codec.decode(self._window)[len(self._known_text) :]
 
 
@@ -118,22 +120,33 @@ class StoppingStream:
         self._stream = TextStream(codec)
         self._stop_strings = tuple(stop_strings)
         self._held = ""
+        self._unwatched = ""  # text of unwatched tokens that was not certain with the last of them
         self.stopped = False
 
     def push(self, token: int, watch: bool = True) -> str:
         """The text that is certain now. Without ``watch`` this token's text cannot be part of a stop string."""
         piece = self._stream.push(token)
-        return self._release(piece) if watch else piece
+        if not self._stop_strings:
+            return piece
+        if not watch:
+            self._unwatched = self._stream.rest()
+            return piece
+        return self._release(piece)
 
     def finish(self) -> str:
         """The rest, held back or not yet whole."""
         if self.stopped:
             return ""
-        piece = self._release(self._stream.finish())
+        piece = self._release(self._stream.rest())
         held, self._held = self._held, ""
         return piece + held
 
     def _release(self, piece: str) -> str:
+        if self._unwatched and piece:
+            pairs = enumerate(zip(self._unwatched, piece, strict=False))
+            size = next((at for at, (one, other) in pairs if one != other), min(len(self._unwatched), len(piece)))
+            self._unwatched = ""
+            return piece[:size] + self._release(piece[size:])
         if not self._stop_strings:
             return piece
         text = self._held + piece

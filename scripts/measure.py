@@ -79,7 +79,7 @@ def spare_row(source: str) -> None:
 @main.command()
 @click.argument("source")
 def chooser(source: str) -> None:
-    """Microseconds a row with cold caches, as behind a pass: rows of the real model, and of a vocabulary made of them."""
+    """Microseconds a row with cold caches: rows of a real model, and of a large vocabulary made of them."""
     from outrider.export import ExportOptions, export_bundle
     from outrider.runtime import Pipeline, SamplingOptions
     from outrider.runtime.choose import Chooser

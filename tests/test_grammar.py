@@ -121,7 +121,7 @@ QUESTION = [{"role": "user", "content": "Describe a parrot."}]
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "seed": 2**64 - 1}])
 def test_a_real_model_follows_any_grammar(real: Pipeline, kind: str, sampling: dict[str, Any]) -> None:
     """The answer is whole and ends where nothing can follow; drafts change nothing."""
-    grammar, follows = (SMALL if sampling else GRAMMARS)[kind]
+    grammar, follows = SMALL[kind]
     options = {kind: grammar, "max_new_tokens": 160, **sampling}
     plain = real.generate(QUESTION, k=0, **options)
     assert follows(plain.text), plain.text
@@ -200,8 +200,10 @@ def test_short_grammars(tiny_pipeline: Pipeline, k: int, drafter: str) -> None:
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize(("k", "drafter"), [PLAIN, (8, "ngram")])
 def test_cut_by_the_budget_and_by_stop_strings(smollm2_int4: Pipeline, kind: str, k: int, drafter: str) -> None:
-    options: dict[str, Any] = {"k": k, "drafter": drafter, kind: GRAMMARS[kind][0]}
+    grammar, follows = GRAMMARS[kind]
+    options: dict[str, Any] = {"k": k, "drafter": drafter, kind: grammar}
     whole = smollm2_int4.generate(QUESTION, **options)
+    assert follows(whole.text)
     for count in (1, 2, 9):
         cut = smollm2_int4.generate(QUESTION, **options, max_new_tokens=count)
         assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:count], "length")
@@ -301,7 +303,7 @@ def test_states_are_their_own(compiler: GrammarCompiler, tiny_pipeline: Pipeline
 
 
 @pytest.mark.parametrize("space_prefix", [True, False])
-@pytest.mark.parametrize("grammar", ["the dog", "[a-z 日🦜\n]{3,8}", "\n+the", "<0x41>", " the dog", "  the"])
+@pytest.mark.parametrize("grammar", ["the dog", "[a-z日🦜\n][a-z 日🦜\n]{2,7}", "\n+the", "<0x41>"])
 def test_text_of_sentencepiece_tokens_matches(grammar: str, space_prefix: bool, workdir: Path) -> None:
     """Whatever tokens the grammar lets through, what is decoded from them fits: bytes by name, spaces at the start."""
     metadata = gguf_metadata(train_sentencepiece(space_prefix=space_prefix))
@@ -350,7 +352,7 @@ def test_draft_tokens_are_drawn_under_the_mask(
                 assert proposed[-1] in ends
                 proposed.pop()
                 assert list(walk(state, proposed)) == [True] * len(proposed)
-                assert state.may_end
+                assert state.may_end and not state.complete
                 break
             assert list(walk(state, proposed)) == [True] * len(proposed)
             assert len(proposed) == 8 or state.complete

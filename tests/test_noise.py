@@ -194,8 +194,10 @@ def test_uniforms_lie_strictly_between_zero_and_one(number: int) -> None:
     """At the ends of the generator's range too: log(0) would bar a token, log(1) would choose it at any weight."""
     key = key_of(number)
     assert raw_numbers(key, np.array([0])).tolist() == [number]
+    log = log_uniforms(key, np.array([0]))[0]
     assert 0 < uniform(key) < 1
-    assert -np.inf < log_uniforms(key, np.array([0]))[0] < 0
+    assert -np.inf < log < 0
+    assert log == pytest.approx(math.log(uniform(key)), rel=1e-14, abs=1e-15)
 
 
 def test_numbers_are_uniform() -> None:

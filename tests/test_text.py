@@ -74,7 +74,7 @@ def assert_streams(codec: TextCodec, ids: list[int]) -> list[str]:
         pieces.append(stream.push(token))
         assert codec.decode(ids).startswith("".join(pieces)), "text was shown that later became another"
         assert codec.decode(ids[:count]).startswith("".join(pieces)), "text was shown before its token"
-    pieces.append(stream.finish())
+    pieces.append(stream.rest())
     assert "".join(pieces) == codec.decode(ids)
     return pieces
 

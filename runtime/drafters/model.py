@@ -35,7 +35,10 @@ class ModelDrafter:
         while len(drafts) < k and len(history) <= self._model.max_length and not history.ended():
             # What the cache lacks: the last token, and after a fully accepted round the last draft before it.
             logits = self._model.extend(history.tokens[self._model.length :], 1)[0]
-            draft = draw(logits)
+            try:
+                draft = draw(logits)
+            except Exception:  # masks or a processor fail behind a draft: if it is reached, the target's choice fails
+                break
             drafts.append(draft)
             history.push(draft.token)
         history.rollback(start)

@@ -16,6 +16,7 @@ from outrider.runtime.sampling.noise import log_uniforms
 
 # Nearly all probability lies within such factors of the best token: looked at first, the rest only if need be.
 _HEADS = (1e-3, 1e-6)
+_LARGEST = float(np.finfo(np.float32).max)
 _BLOCK = 2**14  # tokens that are drawn among at a time: all steps stay in the second-level cache
 
 
@@ -85,8 +86,9 @@ def filtered(
         best: the largest of them, finite.
         out: float32 ``[V]`` to work in; the result does not refer to it.
     """
-    shifted = np.subtract(logits, np.float32(best), out=out)
-    shifted /= np.float32(temperature)
+    with np.errstate(over="ignore"):  # a mask may be the lowest number instead of -inf
+        shifted = np.subtract(logits, np.float32(best), out=out)
+        shifted /= np.float32(min(temperature, _LARGEST))
     ids: NDArray[np.int64] | None = None
     if 0 < top_k < len(shifted):
         ids = largest(shifted, top_k)
@@ -119,7 +121,8 @@ def largest(shifted: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         kept = np.arange(len(shifted))
     values = shifted[kept]
     cutoff = np.partition(values, len(values) - count)[len(values) - count]
-    return kept[values >= cutoff]
+    largest_ones: NDArray[np.int64] = kept[values >= cutoff]
+    return largest_ones
 
 
 def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
@@ -132,7 +135,8 @@ def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
     ordered = np.sort(weights[head])[::-1].astype(np.float64)
     before = np.cumsum(ordered) - ordered
     cutoff = ordered[max(1, int(np.count_nonzero(before < top_p * total))) - 1]
-    return head[weights[head] >= cutoff]
+    nucleus: NDArray[np.int64] = head[weights[head] >= cutoff]
+    return nucleus
 
 
 def _typical(weights: NDArray[np.float32], typical_p: float) -> NDArray[np.int64]:
@@ -150,4 +154,5 @@ def _typical(weights: NDArray[np.float32], typical_p: float) -> NDArray[np.int64
         # Every token behind the head is further from the entropy than this, where it is on that side.
         if last < len(kept) and head and cutoff < math.log(total) - math.log(head) - entropy:
             break
-    return kept[distance <= cutoff]
+    nearest: NDArray[np.int64] = kept[distance <= cutoff]
+    return nearest

@@ -30,10 +30,11 @@ class GrammarCompiler:
             raise OutriderError("grammars need llguidance; run `pip install 'outrider[grammar]'`") from None
         self._matcher = llguidance.LLMatcher
         self._vocab_size = vocab_size
-        self._eos_token_ids = np.array(eos_token_ids, np.int64)
         self._tokenizer = llguidance.LLTokenizer(
-            tokenizer.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids)
+            tokenizer.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
+        # It marks these where a text may end; which tokens end a request is the request's business.
+        self._eos_token_ids = np.array(self._tokenizer.eos_tokens, np.int64)
 
     def compile(
         self,
@@ -48,11 +49,7 @@ class GrammarCompiler:
             OutriderError: it does not compile (with llguidance's own message), or no text fits it.
         """
         if json_schema is not None:
-            kind, text = "json_schema", json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-            try:
-                grammar = self._matcher.grammar_from_json_schema(text)
-            except ValueError as error:
-                raise OutriderError(f"json_schema is not a JSON object: {error}") from None
+            kind, grammar = "json_schema", self._matcher.grammar_from_json_schema(_schema_text(json_schema))
         elif regex is not None:
             kind, grammar = "regex", self._matcher.grammar_from_regex(regex)
         else:
@@ -65,6 +62,24 @@ class GrammarCompiler:
         if not state.may_end and not state.allowed().any():
             raise OutriderError(f"the {kind} grammar allows no token; no text of this vocabulary fits it")
         return state
+
+
+def _schema_text(schema: str | Mapping[str, Any]) -> str:
+    """The schema as JSON that was parsed here: llguidance passes over what follows an object."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        text = json.dumps(parsed, default=plain)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise OutriderError(f"json_schema is not JSON: {error}") from None
+    if not isinstance(parsed, (dict, bool)):
+        raise OutriderError(f"json_schema is {text}; it must be a JSON object")
+    return text
 
 
 class GrammarState:

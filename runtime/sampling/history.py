@@ -13,7 +13,8 @@ from outrider.runtime.sampling.grammar import GrammarState
 class TokenCounts:
     """How often each token occurs in a sequence that grows and shrinks at its end, in constant time a token.
 
-    A token that is taken back for the last time is always the one that was new last, so a slot is never in between.
+    The tokens it begins with stay. A token that is taken back for the last time is always the one that was new last, so
+    that no slot is ever empty in between.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -37,8 +38,7 @@ class TokenCounts:
         if slot == len(self._ids):
             room = np.zeros(len(self._ids) + 64, np.int64)
             self._ids, self._counts = np.concatenate([self._ids, room]), np.concatenate([self._counts, room])
-        if self._ids[slot] != token:
-            self._ids[slot], self._counts[slot] = token, 0
+        self._ids[slot] = token
         self._counts[slot] += 1
 
     def pop(self, token: int) -> None:
@@ -46,7 +46,6 @@ class TokenCounts:
         self._counts[slot] -= 1
         if self._counts[slot] == 0:
             del self._slots[token]
-            self._ids[slot] = -1
 
 
 class History:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_S11, _S27, _S30, _S31 = (np.uint64(shift) for shift in (11, 27, 30, 31))
+_S12, _S27, _S30, _S31 = (np.uint64(shift) for shift in (12, 27, 30, 31))
 _MASK = 2**64 - 1
-_BITS = 53  # of a uniform number
+_BITS = 52  # of a uniform number: with the half behind them they fill a double
 
 
 class Stream(IntEnum):
@@ -55,8 +55,8 @@ def raw_numbers(key: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def log_uniforms(key: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """log(u) with u uniform in (0, 1), of 53 bits: the middles of 2**53 equal intervals."""
-    numbers = (raw_numbers(key, indices) >> _S11).astype(np.float64)
+    """log(u) with u uniform in (0, 1), the middle of one of 2**52 equal intervals."""
+    numbers = (raw_numbers(key, indices) >> _S12).astype(np.float64)
     numbers += 0.5
     numbers *= 2.0**-_BITS
     return np.log(numbers, out=numbers)
@@ -68,4 +68,4 @@ def uniform(key: int) -> float:
     state = ((state ^ (state >> 30)) * int(_MIX_1)) & _MASK
     state = ((state ^ (state >> 27)) * int(_MIX_2)) & _MASK
     state ^= state >> 31
-    return ((state >> 11) + 0.5) * 2.0**-_BITS
+    return ((state >> 12) + 0.5) * 2.0**-_BITS

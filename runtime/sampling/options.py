@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,6 +16,8 @@ from outrider.engines.errors import OutriderError
 # Below it a division by the temperature would leave float32's range; the best token has all of the probability.
 GREEDY_BELOW = 1e-5
 
+_LARGEST = 1e38  # less than float32's largest number, with room for a logit
+
 Processor = Callable[[Sequence[int], NDArray[np.float32]], NDArray[np.float32]]
 
 
@@ -23,7 +25,7 @@ Processor = Callable[[Sequence[int], NDArray[np.float32]], NDArray[np.float32]]
 class SamplingOptions:
     """Options of a request, under the names of ``transformers.GenerationConfig`` where it has them, else of vLLM.
 
-    The order is that of transformers: penalties, bias, masks, ``processors``, then temperature, top-k, top-p, min-p,
+    The order is that of transformers: bias, penalties, masks, ``processors``, then temperature, top-k, top-p, min-p,
     typical-p.
 
     Attributes:
@@ -157,7 +159,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
+    known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return known and abs(value) < sys.float_info.max  # NaN is not
 
 
 def _check_numbers(options: SamplingOptions) -> None:
@@ -172,9 +175,9 @@ def _check_numbers(options: SamplingOptions) -> None:
         ("min_p", number, lambda value: 0 <= value <= 1, "use 0 to 1"),
         ("typical_p", number, lambda value: 0 < value <= 1, "use more than 0 and at most 1"),
         ("seed", whole, lambda value: 0 <= value < 2**64, "use 0 to 2**64 - 1"),
-        ("repetition_penalty", number, lambda value: value > 0, "use more than 0 (1 for none)"),
-        ("presence_penalty", number, lambda value: True, ""),
-        ("frequency_penalty", number, lambda value: True, ""),
+        ("repetition_penalty", number, lambda value: 0 < value <= _LARGEST, "use more than 0 (1 for none)"),
+        ("presence_penalty", number, lambda value: abs(value) <= _LARGEST, "use what a logit can hold"),
+        ("frequency_penalty", number, lambda value: abs(value) <= _LARGEST, "use what a logit can hold"),
         ("logprobs", whole, lambda value: value >= 0, "use 0 (the chosen token only) or more"),
     ]
     for name, (kind, is_kind), within, hint in rules:
@@ -198,6 +201,9 @@ def _check_tokens(options: SamplingOptions) -> None:
     bias = options.logit_bias
     if not isinstance(bias, Mapping) or not all(_is_int(key) and _is_number(bias[key]) for key in bias):
         raise OutriderError(f"logit_bias is {bias!r}; it must map token ids to numbers")
+    for token, value in bias.items():
+        if not abs(value) <= _LARGEST:
+            raise OutriderError(f"logit_bias {value} of token {token} is out of range; use what a logit can hold")
     lists: dict[str, Any] = {"stop_token_ids": options.stop_token_ids}
     if options.eos_token_id is not None:
         given = options.eos_token_id
@@ -227,6 +233,8 @@ def _check_texts(options: SamplingOptions) -> None:
     for kind, text in options.grammar.items():
         if not isinstance(text, str) and not (kind == "json_schema" and isinstance(text, Mapping)):
             raise OutriderError(f"{kind} is {text!r}; it must be a text")
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            raise OutriderError(f"{kind} is not UTF-8 text; convert it first")
     if not _is_list(options.processors) or not all(map(callable, options.processors)):
         raise OutriderError(f"processors is {options.processors!r}; it must be a list of functions")
 

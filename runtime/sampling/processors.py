@@ -49,9 +49,9 @@ class Processors:
             OutriderError: a custom processor returns something else than ``[V]`` logits.
         """
         options = self._options
+        logits[self._bias_ids] += self._bias
         if options.penalizing:
             self._penalize(logits, history)
-        logits[self._bias_ids] += self._bias
         logits[self._forbidden] = -np.inf
         mask_bad_words(logits, history.tokens, self._bad_words)
         if self._outside is not None:
@@ -100,7 +100,7 @@ def mask_bad_words(logits: Logits, tokens: Sequence[int], words: Sequence[tuple[
 def _custom(result: object, given: Logits, processor: object) -> Logits:
     name = getattr(processor, "__name__", type(processor).__name__)
     try:
-        logits: Logits = np.ascontiguousarray(result, np.float32)
+        logits: Logits = np.array(result, np.float32)
     except (TypeError, ValueError):
         raise OutriderError(f"processor {name} returned {type(result).__name__} instead of logits") from None
     if logits.shape != given.shape:
