@@ -64,11 +64,11 @@ class Output:
 
         A token that ends the request is among the tokens, and its text is not part of the text.
         """
+        self.history.push(token)  # first, since a grammar may refuse it
         self.tokens.append(token)
         self.origins.append(origin)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        self.history.push(token)
         piece = ""
         if token in self.eos_token_ids:
             self.finish_reason = "eos"

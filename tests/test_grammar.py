@@ -305,7 +305,7 @@ def test_states_are_their_own(compiler: GrammarCompiler, tiny_pipeline: Pipeline
 @pytest.mark.parametrize("space_prefix", [True, False])
 @pytest.mark.parametrize("grammar", ["the dog", "[a-z日🦜\n][a-z 日🦜\n]{2,7}", "\n+the", "<0x41>"])
 def test_text_of_sentencepiece_tokens_matches(grammar: str, space_prefix: bool, workdir: Path) -> None:
-    """Whatever tokens the grammar lets through, what is decoded from them fits: bytes by name, spaces at the start."""
+    """Whatever tokens the grammar lets through, what is decoded from them fits, bytes by name among them."""
     metadata = gguf_metadata(train_sentencepiece(space_prefix=space_prefix))
     files = tokenizer_from_metadata(metadata.get, Path("m.gguf"))
     folder = workdir / f"grammar-sentencepiece-{space_prefix}"

@@ -1,4 +1,4 @@
-"""Faults that users reported of other systems: the case that shows each, and what is right.
+"""Faults that users reported of other systems: the case that shows each, and what is right. Docstrings name the fault.
 
 Those that other tests have already:
 
@@ -9,6 +9,8 @@ Those that other tests have already:
 - an n-gram index of an earlier text (llama.cpp 21815): ``test_drafters.test_ngram_forgets_the_last_request``
 - a draft refused in silence (mlx-engine 280): ``test_pair.test_another_tokenizer_is_refused``,
   ``test_bad_requests.test_request_that_the_bundle_has_nothing_for``
+- noise of the draft that comes again in the verifier (vllm 205): 
+  ``test_accept.test_draft_noise_does_not_overlap_the_verifiers``
 - verify passes that flip near ties (mlx-lm 1423 and 1470, llama.cpp 23302 and 27975, vllm 7627): ``test_rows``, and
   ``test_same_bits.test_every_option_on_a_real_model``
 """
@@ -74,7 +76,7 @@ def prompt_of(pipeline: Pipeline, length: int) -> str:
 # End of sequence, budget, stop
 
 
-def test_generation_goes_on_behind_an_accepted_end(tiny_pipeline: Pipeline, plain: list[int]) -> None:
+def test_an_accepted_end_ends_the_text(tiny_pipeline: Pipeline, plain: list[int]) -> None:
     """transformers 47912: an end of sequence accepted inside a block did not end the text."""
     end = plain[3]
     assert end not in plain[:3]
@@ -85,7 +87,7 @@ def test_generation_goes_on_behind_an_accepted_end(tiny_pipeline: Pipeline, plai
 
 
 @pytest.mark.parametrize("k", TIERS)
-def test_the_end_that_a_draft_proposes_ends_the_sequence(tiny_pipeline: Pipeline, plain: list[int], k: int) -> None:
+def test_an_end_that_a_draft_proposes_ends_nothing(tiny_pipeline: Pipeline, plain: list[int], k: int) -> None:
     """openvino.genai 3293: the draft's own end of sequence marked the sequence as finished."""
     (end,) = tiny_pipeline.manifest.eos_token_ids
     assert end not in plain
@@ -97,7 +99,7 @@ def test_the_end_that_a_draft_proposes_ends_the_sequence(tiny_pipeline: Pipeline
 
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize("k", TIERS)
-def test_an_end_inside_a_draft_is_not_honoured(tiny_pipeline: Pipeline, k: int, ignore: bool) -> None:
+def test_an_end_inside_a_draft_is_honoured_or_ignored(tiny_pipeline: Pipeline, k: int, ignore: bool) -> None:
     """koboldcpp 1276: with a draft the end of sequence was passed over, whether it was to be ignored or not."""
     (end,) = tiny_pipeline.manifest.eos_token_ids
     length = len(tiny_pipeline.encode(FOX))
@@ -116,7 +118,7 @@ def test_an_end_inside_a_draft_is_not_honoured(tiny_pipeline: Pipeline, k: int, 
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_stop_string_early_in_a_long_block_is_missed(tiny_pipeline: Pipeline, plain: list[int], first: int) -> None:
+def test_a_stop_string_early_in_a_long_block_is_found(tiny_pipeline: Pipeline, plain: list[int], first: int) -> None:
     """sglang 23802: only the end of the block's text was searched."""
     before = tiny_pipeline.codec.decode(plain[:first])
     stop = tiny_pipeline.codec.decode(plain[: first + 2])[len(before) :]
@@ -128,7 +130,7 @@ def test_a_stop_string_early_in_a_long_block_is_missed(tiny_pipeline: Pipeline, 
     assert result.stats.num_draft_tokens == result.stats.num_accepted_draft_tokens == first + 1
 
 
-def test_one_token_wanted_and_four_given(tiny_pipeline: Pipeline) -> None:
+def test_one_token_wanted_is_one_token_given(tiny_pipeline: Pipeline) -> None:
     """lattice 242: a whole draft was written into a budget of one token."""
     request = tiny_pipeline.new_request([1, 2, 3, 1, 2], SamplingOptions(max_new_tokens=1))
     drafter = tiny_pipeline.drafter("ngram")
@@ -138,7 +140,7 @@ def test_one_token_wanted_and_four_given(tiny_pipeline: Pipeline) -> None:
     assert drafter.propose(History([1, 2, 3, 1, 2]), 4, request.chooser.choose)  # it had something to propose
 
 
-def test_the_limit_counts_rounds(tiny_pipeline: Pipeline, plain: list[int]) -> None:
+def test_the_limit_counts_tokens(tiny_pipeline: Pipeline, plain: list[int]) -> None:
     """ferrox 311: a limit of 6 gave 9 tokens where drafts were accepted."""
     with drafting(tiny_pipeline, perfect(tiny_pipeline, plain)):
         result = tiny_pipeline.generate(FOX, max_new_tokens=6, k=4, drafter="ngram")
@@ -146,7 +148,7 @@ def test_the_limit_counts_rounds(tiny_pipeline: Pipeline, plain: list[int]) -> N
 
 
 @pytest.mark.parametrize("budget", range(1, 14))
-def test_a_budget_that_ends_inside_a_block(tiny_pipeline: Pipeline, plain: list[int], budget: int) -> None:
+def test_counters_end_with_the_budget(tiny_pipeline: Pipeline, plain: list[int], budget: int) -> None:
     """sglang 37450: counters went on behind the budget."""
     for wrong in ([], [3, 7], range(TOKENS)):
         with drafting(tiny_pipeline, perfect(tiny_pipeline, plain, wrong)):
@@ -160,7 +162,7 @@ def test_a_budget_that_ends_inside_a_block(tiny_pipeline: Pipeline, plain: list[
 # Random numbers
 
 
-def test_requests_without_a_seed_share_one_generator(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
+def test_requests_without_a_seed_differ(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
     """TensorRT-LLM 19487: equal prompts without a seed got equal texts."""
     options = SamplingOptions(temperature=1.0, max_new_tokens=20)
     pipelines = [tiny_pipeline, tiny_pipeline, Pipeline.load(tiny_bundle, threads=2)]
@@ -206,14 +208,10 @@ def next_tokens(pipeline: Pipeline, text: tuple[int, ...], name: str) -> Sequenc
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("rule", ["exact", "residual", "block"])
 @pytest.mark.parametrize("drafter", ["model", "constant"])
-def test_the_law_of_the_text_is_another_with_drafts(
+def test_the_law_of_the_text_is_plain_samplings(
     tiny_pipeline: Pipeline, laws: dict[str, dict[tuple[int, ...], float]], name: str, rule: str, drafter: str
 ) -> None:
-    """vllm 205, speculative-sampling 3 and 9, openvino.genai 4190, vllm 42744: a text of another law.
-
-    Noise of the draft that came again in the verifier; a ratio against a law that the draft was not drawn from;
-    sampling with a draft unlike the target; min_p at the bonus token only.
-    """
+    """speculative-sampling 3 and 9, openvino.genai 4190: sampled with a draft unlike the target, another law's text."""
     runs = 1000
     ids = tiny_pipeline.encode(FOX)
     proposing = tiny_pipeline.drafter("model") if drafter == "model" else Constant(tiny_pipeline.encode("b")[0])
@@ -244,7 +242,7 @@ def test_the_law_of_the_text_is_another_with_drafts(
 
 @pytest.mark.parametrize("k", TIERS)
 @pytest.mark.parametrize("temperature", [None, 1.0])
-def test_every_log_probability_is_zero(tiny_pipeline: Pipeline, k: int, temperature: float | None) -> None:
+def test_log_probabilities_are_plain_decodings(tiny_pipeline: Pipeline, k: int, temperature: float | None) -> None:
     """llama.cpp 27972: with a draft each token was given the log-probability 0."""
     options = SamplingOptions(temperature=temperature, seed=temperature and 1, max_new_tokens=20, logprobs=5)
     expected, _ = outcome(tiny_pipeline, FOX, options, "none", 0)
@@ -259,7 +257,7 @@ def test_every_log_probability_is_zero(tiny_pipeline: Pipeline, k: int, temperat
 
 
 @pytest.mark.parametrize("k", TIERS)
-def test_a_penalty_counts_only_the_last_token_of_a_step(tiny_pipeline: Pipeline, k: int) -> None:
+def test_a_penalty_counts_every_token_of_a_step(tiny_pipeline: Pipeline, k: int) -> None:
     """sglang 33643 and 28180: tokens that one step brought together were not all counted."""
     for penalty in ({"repetition_penalty": 1.5}, {"frequency_penalty": 100.0}, {"presence_penalty": 100.0}):
         options = SamplingOptions(max_new_tokens=30, **penalty)
@@ -277,7 +275,7 @@ def test_a_penalty_counts_only_the_last_token_of_a_step(tiny_pipeline: Pipeline,
 
 @pytest.mark.parametrize("k", TIERS)
 @pytest.mark.parametrize("least", [1, 4, 5, 6, 11])
-def test_the_least_length_counts_steps(tiny_pipeline: Pipeline, k: int, least: int) -> None:
+def test_the_least_length_counts_tokens(tiny_pipeline: Pipeline, k: int, least: int) -> None:
     """sglang 28180: min_new_tokens was compared with a number of steps."""
     (end,) = tiny_pipeline.manifest.eos_token_ids
     options = SamplingOptions(max_new_tokens=30, min_new_tokens=least, logit_bias={end: 100.0})
@@ -292,7 +290,7 @@ def test_the_least_length_counts_steps(tiny_pipeline: Pipeline, k: int, least: i
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_penalties_are_ignored_in_silence(tiny_pipeline: Pipeline, plain: list[int], drafter: str, name: str) -> None:
+def test_penalties_reach_verified_rows(tiny_pipeline: Pipeline, plain: list[int], drafter: str, name: str) -> None:
     """TensorRT-LLM 17701: with a draft the text was the one without the penalty."""
     options = GREEDY.replace({name: 1.5})
     found, _ = outcome(tiny_pipeline, FOX, options, drafter, 4)
@@ -301,7 +299,7 @@ def test_penalties_are_ignored_in_silence(tiny_pipeline: Pipeline, plain: list[i
 
 
 @pytest.mark.parametrize("k", TIERS)
-def test_min_p_reaches_only_the_bonus_token(tiny_pipeline: Pipeline, plain: list[int], k: int) -> None:
+def test_min_p_reaches_every_token(tiny_pipeline: Pipeline, plain: list[int], k: int) -> None:
     """vllm 42744: of the tokens of a round only the last was filtered; min_p = 1 leaves the best one everywhere."""
     options = SamplingOptions(max_new_tokens=TOKENS, temperature=1.5, min_p=1.0, seed=1)
     for drafter in (perfect(tiny_pipeline, plain, [6, 7, 20]), None):
@@ -311,7 +309,9 @@ def test_min_p_reaches_only_the_bonus_token(tiny_pipeline: Pipeline, plain: list
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 @pytest.mark.parametrize("temperature", [None, 1.0])
-def test_bias_and_processors_are_skipped(tiny_pipeline: Pipeline, drafter: str, temperature: float | None) -> None:
+def test_bias_and_processors_reach_every_token(
+    tiny_pipeline: Pipeline, drafter: str, temperature: float | None
+) -> None:
     """sglang 26330 and 10617: with a draft neither reached the verified rows."""
 
     def only_77(tokens: Sequence[int], logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -325,7 +325,7 @@ def test_bias_and_processors_are_skipped(tiny_pipeline: Pipeline, drafter: str, 
         assert result.stats.draft_acceptance_rate == 1.0
 
 
-def test_a_corrected_token_counts_as_accepted(tiny_pipeline: Pipeline, plain: list[int]) -> None:
+def test_a_corrected_token_is_not_accepted(tiny_pipeline: Pipeline, plain: list[int]) -> None:
     """mlx-node 11: a miss at the first position counted as one accepted draft, and the cache kept one token more."""
     with drafting(tiny_pipeline, perfect(tiny_pipeline, plain, [1])):
         result = tiny_pipeline.generate(FOX, max_new_tokens=3, k=4, drafter="ngram")
@@ -339,7 +339,7 @@ def test_a_corrected_token_counts_as_accepted(tiny_pipeline: Pipeline, plain: li
 
 @pytest.mark.parametrize("k", [0, *TIERS])
 @pytest.mark.parametrize("short", [1, 2, 3, 9])
-def test_drafts_do_not_fit_the_end_of_the_context(tiny_pipeline: Pipeline, k: int, short: int) -> None:
+def test_drafts_shrink_at_the_end_of_the_context(tiny_pipeline: Pipeline, k: int, short: int) -> None:
     """exllamav2 274, lorax 474: a block was written past the last position, and the request failed."""
     prompt = prompt_of(tiny_pipeline, tiny_pipeline.manifest.max_length - short)
     options = SamplingOptions(max_new_tokens=10**9)
@@ -352,7 +352,7 @@ def test_drafts_do_not_fit_the_end_of_the_context(tiny_pipeline: Pipeline, k: in
 
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("short", [1, 2, 3, 6])
-def test_padding_is_written_past_the_context_or_emitted(
+def test_padding_is_neither_kept_nor_emitted(
     tiny_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, rows: int, short: int
 ) -> None:
     """vllm 53812, tpu-inference 3057: passes of a fixed size near the end of the context or of the budget."""
@@ -375,7 +375,7 @@ def test_padding_is_written_past_the_context_or_emitted(
 
 @pytest.mark.parametrize("k", TIERS)
 @pytest.mark.parametrize("temperature", [None, 1.0])
-def test_a_draft_that_is_the_target_is_refused(twins: Pipeline, k: int, temperature: float | None) -> None:
+def test_a_draft_that_is_the_target_is_always_right(twins: Pipeline, k: int, temperature: float | None) -> None:
     """mlxcel 994, ColossalAI 5449: behind a fully accepted round the draft's cache lacked its last token."""
     seed = None if temperature is None else 11
     result = twins.generate(FOX, k=k, drafter="model", max_new_tokens=50, temperature=temperature, seed=seed)
@@ -387,7 +387,7 @@ def test_a_draft_that_is_the_target_is_refused(twins: Pipeline, k: int, temperat
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_the_cache_is_reset_in_place_of_a_rollback(
+def test_a_rollback_forgets_refused_tokens_only(
     tiny_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     """aprender 2014: a refused draft cost the whole cache; only its own tokens are to be forgotten."""
@@ -407,7 +407,7 @@ def test_the_cache_is_reset_in_place_of_a_rollback(
 
 
 @pytest.mark.parametrize("name", ["prose", "chat"])
-def test_the_draft_has_no_cache_of_a_kept_prompt(smollm2_pair: Pipeline, name: str) -> None:
+def test_a_kept_prompt_is_in_the_drafts_cache_too(smollm2_pair: Pipeline, name: str) -> None:
     """vllm 47930: the same prompt again, served from the cache, had drafts that were seldom accepted."""
     # A narrow choice, so that the draft is right now and then.
     options = SamplingOptions(max_new_tokens=16, allowed_token_ids=smollm2_pair.codec.encode(" the and of in to"))
@@ -421,7 +421,7 @@ def test_the_draft_has_no_cache_of_a_kept_prompt(smollm2_pair: Pipeline, name: s
 
 
 @pytest.mark.parametrize("k", TIERS)
-def test_refused_rows_stay_in_a_cache(tiny_bundle: Path, tiny_pipeline: Pipeline, k: int) -> None:
+def test_no_cache_keeps_refused_rows(tiny_bundle: Path, tiny_pipeline: Pipeline, k: int) -> None:
     """mlx-swift-lm 308: after a partly accepted round one of the caches kept what was refused."""
     options = SamplingOptions(max_new_tokens=30, temperature=1.0, seed=2)
     text, stats = outcome(tiny_pipeline, FOX, options, "model", k)
@@ -443,7 +443,7 @@ def test_refused_rows_stay_in_a_cache(tiny_bundle: Path, tiny_pipeline: Pipeline
 
 @pytest.mark.parametrize("temperature", [0, 1e-30, 1e-6, 9e-6, 2e-5])
 @pytest.mark.parametrize("k", [0, *TIERS])
-def test_a_temperature_near_zero_is_no_number(
+def test_a_temperature_near_zero_is_greedy(
     tiny_pipeline: Pipeline, plain: list[int], temperature: float, k: int
 ) -> None:
     """Automodel 3627: a temperature of 1e-6 gave NaN; it is greedy, and so is one that is only just not."""
@@ -455,7 +455,7 @@ def test_a_temperature_near_zero_is_no_number(
 
 
 @pytest.mark.parametrize("temperature", [None, 0, 1e-6, 1.0])
-def test_counters_fall(tiny_pipeline: Pipeline, temperature: float | None) -> None:
+def test_counters_only_grow(tiny_pipeline: Pipeline, temperature: float | None) -> None:
     """vllm 27077: a stand-in value for greedy made acceptance negative, and counters that only grow broke on it."""
     seed = None if temperature is None else 4
     options = SamplingOptions(max_new_tokens=TOKENS, temperature=temperature, seed=seed)
@@ -475,7 +475,7 @@ def test_counters_fall(tiny_pipeline: Pipeline, temperature: float | None) -> No
 
 @pytest.mark.parametrize("k", TIERS)
 @pytest.mark.parametrize("name", ["regex", "json_schema", "lark"])
-def test_drafts_move_the_grammar(tiny_pipeline: Pipeline, k: int, name: str) -> None:
+def test_only_committed_tokens_move_the_grammar(tiny_pipeline: Pipeline, k: int, name: str) -> None:
     """vllm 44006: draft tokens that were refused, or that the grammar does not allow, had moved its state."""
     colours = ["red", "green", "greenish", "dark blue"]
     grammars: dict[str, Any] = {
@@ -502,7 +502,7 @@ def test_drafts_move_the_grammar(tiny_pipeline: Pipeline, k: int, name: str) -> 
 
 @pytest.mark.parametrize("budget", range(1, 7))
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model", "perfect"])
-def test_the_end_of_a_short_stream_is_dropped(
+def test_the_end_of_a_short_stream_arrives(
     tiny_pipeline: Pipeline, plain: list[int], drafter: str, budget: int
 ) -> None:
     """vmlx-swift 148: text held back as the possible beginning of a stop string never came when the answer ended."""

@@ -57,11 +57,16 @@ class GrammarCompiler:
             kind, grammar = "lark", self._matcher.grammar_from_lark(lark)
         matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise OutriderError(f"the {kind} grammar does not compile: {matcher.get_error().strip()}")
+            raise OutriderError(f"the {kind} grammar does not compile: {_message(matcher)}")
         state = GrammarState(matcher, self._vocab_size, self._eos_token_ids)
         if not state.may_end and not state.allowed().any():
             raise OutriderError(f"the {kind} grammar allows no token; no text of this vocabulary fits it")
         return state
+
+
+def _message(matcher: Any) -> str:
+    """llguidance's own words, without the dump of its state behind them."""
+    return str(matcher.get_error()).partition("<state>")[0].strip()
 
 
 def _schema_text(schema: str | Mapping[str, Any]) -> str:
@@ -112,9 +117,9 @@ class GrammarState:
     def push(self, token: int) -> None:
         """Move on by a token that ``allowed`` names."""
         if not self._matcher.consume_token(token):
-            raise OutriderError(f"the grammar stopped at token {token}: {self._matcher.get_error().strip()}")
+            raise OutriderError(f"the grammar stopped at token {token}: {_message(self._matcher)}")
 
     def rollback(self, count: int) -> None:
         """Take the last ``count`` tokens back."""
         if count and not self._matcher.rollback(count):
-            raise OutriderError(f"the grammar cannot go back {count} tokens: {self._matcher.get_error().strip()}")
+            raise OutriderError(f"the grammar cannot go back {count} tokens: {_message(self._matcher)}")
