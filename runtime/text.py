@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -15,7 +14,6 @@ Message = dict[str, str]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _REPLACEMENT = "\ufffd"
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TextCodec:
@@ -29,6 +27,8 @@ class TextCodec:
         self._special_tokens = bundle.manifest.special_tokens
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._byte_ids = frozenset(self.tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)) - {None}
+        self._alone: dict[int, str] = {}
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text, or of a conversation through the chat template.
@@ -67,7 +67,8 @@ class TextCodec:
         return sorted({tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts})
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def is_special(self, token: int) -> bool:
         """Whether ``decode`` leaves the token out."""
@@ -75,7 +76,14 @@ class TextCodec:
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is a byte by name, which SentencePiece decoders judge only together with its neighbours."""
-        return _BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
+        return token in self._byte_ids
+
+    def alone(self, token: int) -> str:
+        """The text of a token by itself, which is asked for again and again."""
+        text = self._alone.get(token)
+        if text is None:
+            text = self._alone[token] = self.decode([token])
+        return text
 
 
 class TextStream:
@@ -101,7 +109,8 @@ class TextStream:
             return ""
         piece = text[len(self._known_text) :]
         del self._window[: self._known]
-        self._known, self._known_text = len(self._window), self._codec.decode(self._window)
+        self._known = len(self._window)
+        self._known_text = self._codec.alone(token) if self._known == 1 else self._codec.decode(self._window)
         return piece
 
     def rest(self) -> str:

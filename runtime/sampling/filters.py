@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime.sampling.noise import log_uniforms
+from outrider.runtime.sampling.noise import log_uniforms, uniform
 
 # Nearly all probability lies within such factors of the best token: looked at first, the rest only if need be.
 _HEADS = (1e-3, 1e-6)
+_FEW = 32  # tokens that are drawn among one by one, which is faster than calling numpy 15 times
 _LARGEST = float(np.finfo(np.float32).max)
 _BLOCK = 2**14  # tokens that are drawn among at a time: all steps stay in the second-level cache
 
@@ -58,6 +59,12 @@ def draw(distribution: Distribution, key: int) -> int:
     the probability of its weight. Equal ones: the smallest id.
     """
     winner, best = 0, -math.inf
+    if len(distribution.ids) <= _FEW:
+        for token, weight in zip(distribution.ids.tolist(), distribution.weights.tolist(), strict=True):
+            score = math.log(uniform(key, token)) / weight
+            if score > best:
+                winner, best = token, score
+        return winner
     for start in range(0, len(distribution.ids), _BLOCK):
         part = slice(start, start + _BLOCK)
         scores = log_uniforms(key, distribution.ids[part])
@@ -82,13 +89,12 @@ def filtered(
     """The distribution that is drawn from.
 
     Args:
-        logits: float32 ``[V]``, read only; -inf for tokens that must not be drawn.
+        logits: float32 ``[V]``, read only, none below -1e30 but -inf, for tokens that must not be drawn.
         best: the largest of them, finite.
         out: float32 ``[V]`` to work in; the result does not refer to it.
     """
-    with np.errstate(over="ignore"):  # a mask may be the lowest number instead of -inf
-        shifted = np.subtract(logits, np.float32(best), out=out)
-        shifted /= np.float32(min(temperature, _LARGEST))
+    shifted = np.subtract(logits, np.float32(best), out=out)
+    shifted /= np.float32(min(temperature, _LARGEST))
     ids: NDArray[np.int64] | None = None
     if 0 < top_k < len(shifted):
         ids = largest(shifted, top_k)
@@ -128,15 +134,16 @@ def largest(shifted: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
     """Indices of the fewest largest weights whose sum reaches ``top_p`` of the whole (Holtzman et al. 2020)."""
     total = float(weights.sum())
-    head: NDArray[np.int64] = np.flatnonzero(weights >= np.float32(_HEADS[0]))
-    if weights[head].sum(dtype=np.float64) < top_p * total:
-        # Weights below this sum up to less than 1 - top_p of the whole, so that none of them is in the nucleus.
-        head = np.flatnonzero(weights >= np.float32((1 - top_p) * total / len(weights)))
-    ordered = np.sort(weights[head])[::-1].astype(np.float64)
-    before = np.cumsum(ordered) - ordered
-    cutoff = ordered[max(1, int(np.count_nonzero(before < top_p * total))) - 1]
-    nucleus: NDArray[np.int64] = head[weights[head] >= cutoff]
-    return nucleus
+    # Weights below the second floor sum up to less than 1 - top_p of the whole: none of them is in the nucleus.
+    for floor in (_HEADS[0], (1 - top_p) * total / len(weights)):
+        head: NDArray[np.int64] = np.flatnonzero(weights >= np.float32(floor))
+        values = weights[head].astype(np.float64)
+        ordered = np.sort(values)[::-1]
+        last = int(ordered.cumsum().searchsorted(top_p * total))
+        if last < len(head):
+            head = head[values >= ordered[last]]
+            break
+    return head
 
 
 def _typical(weights: NDArray[np.float32], typical_p: float) -> NDArray[np.int64]:

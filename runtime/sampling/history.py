@@ -71,6 +71,7 @@ class History:
         self.grammar = grammar
         self.all_counts = TokenCounts(self.tokens) if counting else None
         self.output_counts = TokenCounts() if counting else None
+        self._counts = [counts for counts in (self.all_counts, self.output_counts) if counts is not None]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -81,9 +82,8 @@ class History:
 
     def push(self, token: int) -> None:
         self.tokens.append(token)
-        for counts in (self.all_counts, self.output_counts):
-            if counts is not None:
-                counts.push(token)
+        for counts in self._counts:
+            counts.push(token)
         if self.grammar is not None and token not in self.end_token_ids:
             self.grammar.push(token)
 
@@ -92,10 +92,9 @@ class History:
         assert self.prompt_length <= length <= len(self.tokens), (length, len(self.tokens))
         forgotten = self.tokens[length:]
         del self.tokens[length:]
-        for counts in (self.all_counts, self.output_counts):
-            if counts is not None:
-                for token in reversed(forgotten):
-                    counts.pop(token)
+        for counts in self._counts:
+            for token in reversed(forgotten):
+                counts.pop(token)
         if self.grammar is not None:
             self.grammar.rollback(sum(token not in self.end_token_ids for token in forgotten))
 

@@ -62,9 +62,9 @@ def log_uniforms(key: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.log(numbers, out=numbers)
 
 
-def uniform(key: int) -> float:
-    """One number in (0, 1)."""
-    state = (key + int(_GAMMA)) & _MASK
+def uniform(key: int, index: int = 0) -> float:
+    """Number ``index`` of the key, in (0, 1): the same as above, for one number and in less time."""
+    state = (key + (index + 1) * int(_GAMMA)) & _MASK
     state = ((state ^ (state >> 30)) * int(_MIX_1)) & _MASK
     state = ((state ^ (state >> 27)) * int(_MIX_2)) & _MASK
     state ^= state >> 31

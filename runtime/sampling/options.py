@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import sys
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,7 +16,7 @@ from outrider.engines.errors import OutriderError
 # Below it a division by the temperature would leave float32's range; the best token has all of the probability.
 GREEDY_BELOW = 1e-5
 
-_LARGEST = 1e38  # less than float32's largest number, with room for a logit
+_LARGEST = 1e30  # of what is added to a logit: less than float32 holds, also after a division by the temperature
 
 Processor = Callable[[Sequence[int], NDArray[np.float32]], NDArray[np.float32]]
 
@@ -160,7 +160,10 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    return known and abs(value) < sys.float_info.max  # NaN is not
+    try:
+        return known and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _check_numbers(options: SamplingOptions) -> None:

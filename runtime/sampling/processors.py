@@ -15,6 +15,7 @@ from outrider.runtime.sampling.history import History, TokenCounts
 from outrider.runtime.sampling.options import SamplingOptions
 
 Logits = NDArray[np.float32]
+_MASKED = np.float32(-1e30)  # some mask with the lowest number instead of -inf; a division by the temperature overflows
 
 
 class Processors:
@@ -105,4 +106,5 @@ def _custom(result: object, given: Logits, processor: object) -> Logits:
         raise OutriderError(f"processor {name} returned {type(result).__name__} instead of logits") from None
     if logits.shape != given.shape:
         raise OutriderError(f"processor {name} returned logits of shape {logits.shape} instead of {given.shape}")
+    logits[logits < _MASKED] = -np.inf
     return logits
