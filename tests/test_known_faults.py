@@ -9,7 +9,7 @@ Those that other tests have already:
 - an n-gram index of an earlier text (llama.cpp 21815): ``test_drafters.test_ngram_forgets_the_last_request``
 - a draft refused in silence (mlx-engine 280): ``test_pair.test_another_tokenizer_is_refused``,
   ``test_bad_requests.test_request_that_the_bundle_has_nothing_for``
-- noise of the draft that comes again in the verifier (vllm 205): 
+- noise of the draft that comes again in the verifier (vllm 205):
   ``test_accept.test_draft_noise_does_not_overlap_the_verifiers``
 - verify passes that flip near ties (mlx-lm 1423 and 1470, llama.cpp 23302 and 27975, vllm 7627): ``test_rows``, and
   ``test_same_bits.test_every_option_on_a_real_model``
