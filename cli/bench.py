@@ -68,12 +68,16 @@ def bench(
 def _print(report: BenchReport, pipeline: Pipeline) -> None:
     model = pipeline.manifest.target
     click.echo(f"{model.architecture} {model.precision}, {pipeline.target_engine.device}")
+    asked = ", ".join(f"{name} {value}" for name, value in report.changed.items())
+    click.echo(f"{report.num_prompts} prompts, {asked}, acceptance {report.acceptance}")
     draft_cost = f", draft step c = {report.draft_cost:.2f} of it" if report.draft_cost else ""
     click.echo(f"one-row pass {report.one_row_ms:.2f} ms{draft_cost}")
     click.echo(" " * 14 + "".join(f"{name:>{width}}" for name, width in _COLUMNS))
     for arm in report.arms:
         click.echo(_row(arm, report))
     click.echo("choose: the chooser's share of a round, part of `host us`")
+    if report.acceptance != "exact":
+        click.echo(f"acceptance {report.acceptance}: other text than plain decoding's is no fault")
     click.echo("same ids: as `plain, exact` (`generate --k 0`); `plain` is the fastest, with bits of its own")
     categories = list(report.arms[0].seconds_per_token)
     if len(categories) > 1:

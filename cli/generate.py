@@ -57,6 +57,8 @@ def generate(
     _show(running, show_rounds)
     result = running.result()
     click.echo()
+    if result.finish_reason == "length" and sampling.grammar:
+        click.echo("[cut off before the grammar was complete: raise --max-new-tokens]", err=True)
     if show_rounds:
         used = [origin for origin in Origin if origin in result.origins]
         names = (click.style(_LEGEND[origin], fg=_COLOURS[origin]) for origin in used)
@@ -87,12 +89,13 @@ def chat(
     while line := read():
         messages = _shortened(pipeline, [*messages, {"role": "user", "content": line}], settings.max_new_tokens)
         running = pipeline.stream(messages, settings, k=k, drafter=drafter, acceptance=acceptance)
-        shown = ""
         try:
             shown = _show(running, show_rounds)
             if running.result().finish_reason == "length":
                 click.echo(" [cut off: --max-new-tokens, or the context is full]", err=True, nl=False)
         except KeyboardInterrupt:
+            running.cancel()
+            shown = running.result().text
             click.echo(" [stopped]", err=True, nl=False)
         click.echo()
         messages.append({"role": "assistant", "content": shown})

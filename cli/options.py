@@ -11,6 +11,7 @@ import click
 
 from outrider.cli.sampling import sampling as sampling
 from outrider.runtime.accept import RULES
+from outrider.runtime.generate import DRAFTERS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -44,7 +45,7 @@ threads: Decorator = click.option(
 as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 drafter: Decorator = click.option(
     "--drafter",
-    type=click.Choice(["model", "ngram", "none"]),
+    type=click.Choice(DRAFTERS),
     help="Who drafts.  [default: the draft model if there is one]",
 )
 k: Decorator = click.option(
@@ -55,7 +56,7 @@ acceptance: Decorator = click.option(
     type=click.Choice(list(RULES)),
     default="exact",
     show_default=True,
-    help="Which drafts stand: exact is plain decoding's own text; residual and block accept more, of the same law.",
+    help="Which drafts stand: exact gives plain decoding's own text, residual and block another of the same law.",
 )
 provider: Decorator = click.option("--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 show_rounds: Decorator = click.option(

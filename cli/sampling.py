@@ -31,34 +31,44 @@ def _bias(value: str) -> tuple[int, float]:
 
 
 def _text_or_file(value: str) -> str:
+    """A text, or that of ``@FILE`` without its last line break; ``@@`` begins a text with ``@``."""
     if not value.startswith("@"):
         return value
+    if value.startswith("@@"):
+        return value[1:]
     try:
-        return Path(value[1:]).read_text(encoding="utf-8")
+        return Path(value[1:]).read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError:
         raise OutriderError(f"{value[1:]} is not UTF-8 text") from None
 
 
 _OPTIONS: list[Callable[[Command], Command]] = [
-    click.option("--max-new-tokens", type=int, default=128, show_default=True),
-    click.option("--min-new-tokens", type=int, help="Nothing ends the answer before."),
+    click.option("--max-new-tokens", type=int, default=SamplingOptions.max_new_tokens, show_default=True),
+    click.option("--min-new-tokens", type=int, help="So many tokens before anything ends the answer."),
     click.option("--temperature", type=float, help="0 is greedy, 1 the model's own distribution.  [default: greedy]"),
     click.option("--top-k", type=int, help="The k most likely tokens."),
-    click.option("--top-p", type=float, help="The fewest most likely tokens with this mass."),
-    click.option("--min-p", type=float, help="Tokens at least this times as likely as the best."),
+    click.option("--top-p", type=float, help="The fewest most likely tokens with this mass, 0 to 1."),
+    click.option("--min-p", type=float, help="Tokens at least so many times as likely as the best."),
     click.option("--typical-p", type=float, help="Tokens of typical information with this mass."),
     click.option("--seed", type=int, help="Same seed, same text, whatever drafts.  [default: a fresh one]"),
     click.option("--repetition-penalty", type=float, help="Above 1: tokens that occurred become less likely."),
-    click.option("--presence-penalty", type=float, help="Off the logit of each token of the output."),
+    click.option("--presence-penalty", type=float, help="Taken off the logit of each token that occurred."),
     click.option("--frequency-penalty", type=float, help="The same, times how often it occurs."),
     click.option("--penalize-prompt/--no-penalize-prompt", default=None, help="Whether penalties count the prompt."),
-    click.option("--logit-bias", type=_bias, multiple=True, metavar="ID=NUMBER", help="Add to a token's logit."),
-    click.option("--bad-words", multiple=True, metavar="TEXT", help="Words that must not occur."),
+    click.option(
+        "--logit-bias", type=_bias, multiple=True, metavar="ID=NUMBER", help="Add to a token's logit; again and again."
+    ),
+    click.option(
+        "--bad-words",
+        multiple=True,
+        metavar="TEXT",
+        help="Not to be written, as spelt here; again and again.",
+    ),
     click.option("--allowed-token-ids", type=_token_ids, metavar="ID,ID,...", help="The only tokens that may occur."),
     click.option("--eos-token-id", type=_token_ids, metavar="ID,ID,...", help="In place of the bundle's."),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind an end of sequence."),
     click.option("--stop-token-ids", type=_token_ids, metavar="ID,ID,...", help="Further tokens that end the answer."),
-    click.option("--stop-strings", multiple=True, metavar="TEXT", help="Texts before which the answer ends."),
+    click.option("--stop-strings", multiple=True, metavar="TEXT", help="The answer ends before it; again and again."),
     click.option("--json-schema", type=_text_or_file, metavar="JSON|@FILE", help="The answer is JSON of this schema."),
     click.option("--regex", type=_text_or_file, metavar="REGEX|@FILE", help="The answer matches this expression."),
     click.option("--lark", type=_text_or_file, metavar="LARK|@FILE", help="The answer follows this Lark grammar."),
@@ -77,7 +87,11 @@ class SamplingArguments:
 
     def options(self, codec: Any) -> SamplingOptions:
         words = [ids for word in self._bad_words for ids in codec.word_ids(word)]
-        return self._options.replace({"bad_words_ids": words})
+        return self._options.replace({"bad_words_ids": words} if words else {})
+
+    @property
+    def grammar(self) -> bool:
+        return bool(self._options.grammar)
 
     @property
     def logprobs(self) -> bool:

@@ -1,7 +1,7 @@
 """Acceptance rules: which draft tokens of a round stand, and which token follows them.
 
 ``exact`` gives, token for token, the text of plain decoding with the same seed. ``residual`` and ``block`` give text of
-the same law but not the same text, and accept more. ``lossy-typical`` gives text of another law.
+the same law but not the same text, and accept more drafts of a model. ``lossy-typical`` gives text of another law.
 """
 
 from __future__ import annotations
@@ -107,14 +107,16 @@ class BlockRule(_SamplingRule):
         numbers: list[float] = []
         for index, ((token, _), row) in enumerate(zip(drafts, rows, strict=False)):
             try:
-                targets.append(chooser.distribution(row))
+                target = chooser.distribution(row)
+                numbers.append(chooser.uniform(Stream.ACCEPT, self._round))
+                if target.probability(token):
+                    history.push(token)
             except Exception:  # behind drafts that may not stand: they are judged without it, as if it had no draft
                 drafts = drafts[:index]
                 break
-            numbers.append(chooser.uniform(Stream.ACCEPT, self._round))
-            if not targets[-1].probability(token):  # nor can anything behind it stand
+            targets.append(target)
+            if not target.probability(token):  # nor can anything behind it stand
                 break
-            history.push(token)
         history.rollback(start)
         laws = [law or Distribution.one_hot(token) for token, law in drafts]
         thresholds, scales = block_thresholds(targets, laws, [token for token, _ in drafts])

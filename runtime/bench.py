@@ -43,10 +43,10 @@ class Arm:
     seconds_per_token: dict[str, list[float]] = field(default_factory=dict)
     identical: int = 0
 
-    def add(self, category: str, stats: DecodeStats, same: bool) -> None:
+    def add(self, category: str, stats: DecodeStats, same: bool, timed: bool) -> None:
         self.identical += same
         self.stats.add(stats)
-        if stats.num_spec_steps:  # a prompt that ends with the prefill's token has no speed
+        if timed:
             self.seconds_per_token.setdefault(category, []).append(1 / stats.tokens_per_second)
 
 
@@ -57,6 +57,8 @@ class BenchReport:
     """
 
     arms: list[Arm]
+    options: SamplingOptions
+    acceptance: str
     num_prompts: int
     one_row_ms: float
     verify_cost: dict[int, float]
@@ -96,7 +98,20 @@ class BenchReport:
                     "identical": arm.identical,
                 }
             )
-        return {"num_prompts": self.num_prompts, "one_row_ms": self.one_row_ms, "arms": rows}
+        return {
+            "num_prompts": self.num_prompts,
+            "options": {name: str(value) if name == "processors" else value for name, value in self.changed.items()},
+            "acceptance": self.acceptance,
+            "one_row_ms": self.one_row_ms,
+            "arms": rows,
+        }
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not as they are by default, and the budget."""
+        default = vars(SamplingOptions())
+        given = vars(self.options)
+        return {name: given[name] for name in given if name == "max_new_tokens" or given[name] != default[name]}
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -162,12 +177,14 @@ def run_bench(
             progress()
         reference = results["plain, exact"][0].tokens
         pipeline.clear_caches()
+        # A prompt that ends with the prefill's token has no speed.
+        timed = all(stats.num_spec_steps for _, stats in results.values())
         for arm in arms:
             output, stats = results[arm.name]
-            arm.add(prompt.category, stats, output.tokens == reference)
+            arm.add(prompt.category, stats, output.tokens == reference, timed)
     if not arms[0].seconds_per_token:
         raise OutriderError("every answer ended with its first token, which is the prefill's; give other prompts")
-    return BenchReport(arms, len(prompts), one_row * 1e3, verify_cost, draft_cost)
+    return BenchReport(arms, options, acceptance, len(prompts), one_row * 1e3, verify_cost, draft_cost)
 
 
 def plan_arms(pipeline: Pipeline, tiers: Sequence[int]) -> list[Arm]:
@@ -200,6 +217,7 @@ def measure_costs(pipeline: Pipeline, tiers: Sequence[int]) -> tuple[dict[int, f
             start = perf_counter()
             plan.run(ids, lengths)
             seconds[job].append(perf_counter() - start)
+    pipeline.clear_caches()  # what was there is overwritten
     medians = [statistics.median(times) for times in seconds]
     verify = {k: medians[1 + index] / medians[0] for index, k in enumerate(tiers)}
     return verify, medians[-1] / medians[0] if pipeline.draft is not None else None, medians[0]

@@ -64,7 +64,7 @@ class Output:
 
         A token that ends the request is among the tokens, and its text is not part of the text.
         """
-        self.history.push(token)  # first, since a grammar may refuse it
+        self.history.push(token)  # first: its grammar may refuse
         self.tokens.append(token)
         self.origins.append(origin)
         if logprobs is not None:

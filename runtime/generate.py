@@ -96,7 +96,7 @@ class Pipeline:
             k: draft tokens a round, 0 for plain decoding; by default the middle tier of the bundle.
             drafter: ``model``, ``ngram`` or ``none``; by default the draft model where there is one.
             acceptance: ``exact`` gives plain decoding's own text; see ``accept.py`` for the other rules.
-            changes: options by name, as in ``temperature=0.8``.
+            changes: options by name, as in ``temperature=0.8``; they win over ``options``.
 
         Raises:
             OutriderError: an empty or too long prompt, a K above the tiers, a drafter that the bundle has not, an
@@ -173,9 +173,11 @@ class Pipeline:
 
     def clear_caches(self) -> None:
         """Forget what the caches hold: the next request begins with its whole prompt."""
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.rollback(0)
+        with self.lock:
+            self.owner = None  # a request that is running cannot go on
+            for model in (self.target, self.draft):
+                if model is not None:
+                    model.rollback(0)
 
     def _speculation(self, drafter: str | None, k: int | None, acceptance: str) -> Speculation:
         tiers = self.manifest.tiers

@@ -40,10 +40,7 @@ class TextCodec:
             raise OutriderError(f"the prompt is {prompt!r}; give a text, or a list of messages")
         plain = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self.render(prompt)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise OutriderError("the prompt is not UTF-8 text; convert it first") from None
+        _check_utf8(text, "the prompt")
         ids = self.tokenizer.encode(text, add_special_tokens=plain).ids
         if not ids:
             raise OutriderError("the prompt is empty; give at least one token of text")
@@ -63,6 +60,9 @@ class TextCodec:
 
     def word_ids(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences of a word at the start of a text and inside of one, behind a space."""
+        if not word.strip():
+            raise OutriderError(f"the bad word {word!r} is empty; leave it out")
+        _check_utf8(word, "a bad word")
         texts = (word, f" {word}")
         return sorted({tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts})
 
@@ -173,6 +173,13 @@ def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of ``text`` that ``stop`` begins with, short of the whole."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+def _check_utf8(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise OutriderError(f"{what} is not UTF-8 text; convert it first") from None
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

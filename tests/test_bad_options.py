@@ -111,7 +111,9 @@ TOKENS: dict[str, tuple[Options, list[str], list[Any] | None]] = {
     "stop as one": ({"stop_token_ids": 5}, ["stop_token_ids is 5", "list of token ids"], None),
     "stops of texts": ({"stop_token_ids": ["5"]}, ["stop_token_ids is ['5']"], None),
     "bad words outside": ({"bad_words_ids": [[5], [6, 320]]}, ["bad_words_ids", "320", "0 to 319"], None),
-    "no bad word": ({"bad_words_ids": [[]]}, ["bad_words_ids is [", "none of them empty"], ["--bad-words", ""]),
+    "no bad word": ({"bad_words_ids": [[]]}, ["bad_words_ids is [", "none of them empty"], None),
+    "bad words in a set": ({"bad_words_ids": [{5}]}, ["bad_words_ids is [", "token sequences"], None),
+    "a stop string of no UTF-8": ({"stop_strings": ["\udcff"]}, ["stop string", "UTF-8"], ["--stop-strings", "\udcff"]),
     "an empty bad word": ({"bad_words_ids": [[5], []]}, ["bad_words_ids is [[5], []]", "empty"], None),
     "bad words as ids": ({"bad_words_ids": [5, 6]}, ["bad_words_ids is [5, 6]", "sequences"], None),
     "bad words as texts": ({"bad_words_ids": ["no"]}, ["bad_words_ids is ['no']", "token sequences"], None),
@@ -215,6 +217,12 @@ def test_option_of_the_other_commands(args: list[Any], tiny_bundle: Path, tmp_pa
     message = refused_by_cli("generate", tiny_bundle, "-p", PROMPT, *args)
     assert refused_by_cli("chat", tiny_bundle, *args, input="hello\n") == message
     assert message in refused_by_cli("bench", tiny_bundle, "--prompts", prompts, "--max-new-tokens", 4, *args)
+
+
+@pytest.mark.parametrize(("word", "what"), [("", "empty"), (" ", "empty"), ("\udcff", "UTF-8")])
+def test_a_bad_word_of_the_command(word: str, what: str, tiny_bundle: Path) -> None:
+    message = refused_by_cli("generate", tiny_bundle, "-p", PROMPT, "--bad-words", word)
+    assert "bad word" in message and what in message
 
 
 NUMBERS = ["temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]

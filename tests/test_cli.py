@@ -190,8 +190,9 @@ def test_bench_json(tiny_bundle: Path, prompts: Path) -> None:
 
 
 def test_bench_text(tiny_bundle: Path, prompts: Path) -> None:
-    head, costs, header, *rows = bench(tiny_bundle, prompts).splitlines()
+    head, asked, costs, header, *rows = bench(tiny_bundle, prompts).splitlines()
     assert head.startswith("llama int4, ") and "2 threads" in head
+    assert asked == f"{len(PROMPTS)} prompts, max_new_tokens {asked.split()[3][:-1]}, acceptance exact"
     assert costs.startswith("one-row pass ") and "draft step c = " in costs
     assert header.split()[:2] == ["tok/s", "ms/tok"] and header.endswith("same ids")
     assert [row[:14].strip() for row in rows[: len(ARMS)]] == ARMS
@@ -215,3 +216,26 @@ def test_help_and_version() -> None:
         assert f"  {command}" in stdout
         assert "Usage:" in run(command, "-h")[0]
     assert "0.1.0" in run("--version")[0]
+
+
+def test_a_grammar_from_a_file(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Editors end a file with a line break that nobody means; a text may begin with the sign of a file."""
+    (tmp_path / "regex").write_text("[0-9]{3}\n")
+    stdout, _ = run("generate", tiny_bundle, "-p", "a", "--regex", f"@{tmp_path / 'regex'}")
+    assert re.fullmatch("[0-9]{3}\n", stdout)
+    stdout, _ = run("generate", tiny_bundle, "-p", "a", "--regex", "@@[0-9]")
+    assert re.fullmatch("@[0-9]\n", stdout)
+
+
+def test_an_incomplete_grammar_is_named(tiny_bundle: Path) -> None:
+    _, stderr = run("generate", tiny_bundle, "-p", "a", "--regex", "[0-9]{30}", "--max-new-tokens", 3)
+    assert "grammar was complete" in stderr
+
+
+def test_every_test_that_the_readme_names_exists() -> None:
+    root = Path(__file__).parents[1]
+    named = re.findall(r"`(test_\w+)(?:::(test_\w+))?`", (root / "README.md").read_text())
+    assert len(named) > 8
+    for module, function in named:
+        source = (root / "tests" / f"{module}.py").read_text()
+        assert not function or f"def {function}(" in source, f"{module}::{function}"

@@ -436,7 +436,7 @@ def test_without_llguidance(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) 
         passes = pipeline.target.passes
         for grammar in ({"regex": "ab"}, {"lark": 'start: "ab"'}, {"json_schema": {}}):
             message = refused(lambda grammar=grammar: pipeline.stream(PROMPT, **grammar))
-            assert "llguidance" in message and "pip install 'outrider[grammar]'" in message
+            assert "llguidance" in message and "pip install llguidance" in message
         assert refused_by_cli("generate", tiny_bundle, "-p", "a", "--regex", "ab") == message
         assert pipeline.target.passes == passes
         assert pipeline.generate(PROMPT, max_new_tokens=3).token_ids
@@ -504,3 +504,70 @@ def test_the_vocabulary_is_the_bundles(tiny_pipeline: Pipeline) -> None:
     for token in range(320):
         text = tokenizer.decode([token])
         assert allowed[token] == (re.fullmatch("[a-z ]+", text) is not None), text
+
+
+class GivingUp:
+    """A matcher that gives up: at every second token, and at each way back."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def consume_token(self, token: int) -> bool:
+        self._calls += 1
+        return self._calls % 2 == 1 and bool(self._matcher.consume_token(token))
+
+    def rollback(self, count: int) -> bool:
+        return False
+
+
+def test_a_matcher_that_gives_up_is_replaced(compiler: GrammarCompiler, tiny_pipeline: Pipeline) -> None:
+    """Its limits count the drafts that it looked at: none of them may end a request that plain decoding finishes."""
+    tokens = [tiny_pipeline.codec.encode(letter)[0] for letter in "abcab"]
+    sound, tired = compiler.compile(regex="[abc]{3}(ab)+c"), compiler.compile(regex="[abc]{3}(ab)+c")
+    start = tired._start
+    tired._start = lambda: GivingUp(start())
+    tired._matcher = tired._start()
+    for count, token in enumerate(tokens, start=1):
+        for state in (sound, tired):
+            state.push(token)
+        assert np.array_equal(sound.allowed(), tired.allowed())
+        if count >= 3:
+            for state in (sound, tired):
+                state.rollback(2)
+                state.push(tokens[count - 2])
+                state.push(tokens[count - 1])
+            assert (sound.may_end, sound.complete) == (tired.may_end, tired.complete)
+
+
+def test_a_refused_token_changes_nothing(compiler: GrammarCompiler, tiny_pipeline: Pipeline) -> None:
+    state = compiler.compile(regex="ab")
+    wrong = tiny_pipeline.codec.encode("z")[0]
+    before = state.allowed()
+    assert "grammar stopped at token" in refused(lambda: state.push(wrong))
+    assert np.array_equal(state.allowed(), before) and not state.complete
+
+
+def test_a_processor_that_breaks_the_grammar(tiny_pipeline: Pipeline) -> None:
+    """The tokens before are streamed, and the refusal is the same, whatever drafts."""
+    wrong = tiny_pipeline.codec.encode("Z")[0]
+    prompt_length = len(tiny_pipeline.encode(PROMPT))
+
+    def force(tokens: Any, logits: Any) -> Any:
+        if len(tokens) == prompt_length + 3:
+            logits[wrong] = 1e6
+        return logits
+
+    found = []
+    for arm in [PLAIN, *ARMS]:
+        streamed = []
+        running = tiny_pipeline.stream(PROMPT, regex="[a-z ]+", processors=[force], k=arm[0], drafter=arm[1])
+        with pytest.raises(OutriderError, match="grammar stopped") as caught:
+            for token in running:
+                streamed.append(token.token_id)
+        found.append((streamed, str(caught.value)))
+    assert len(found[0][0]) == 3
+    assert all(outcome == found[0] for outcome in found)

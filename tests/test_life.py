@@ -25,6 +25,7 @@ from vocabularies import codec_of, fast, read_metadata
 from outrider.export import ExportOptions, export_bundle
 from outrider.export.checkpoint import TokenizerFiles, open_checkpoint
 from outrider.runtime import GenerationResult, Origin, OutriderError, Pipeline, SamplingOptions
+from outrider.runtime.bench import measure_costs
 from outrider.runtime.decode import decode
 
 PROMPT = "the quick brown fox"
@@ -608,3 +609,34 @@ def test_messages_that_a_template_refuses(gemma3: TokenizerFiles, tmp_path: Path
     codec = codec_of(with_turns(gemma3), tmp_path)
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert refused(lambda: codec.encode(messages)).endswith("refuses these messages: user and assistant take turns")
+
+
+def test_caches_cleared_under_a_running_request(tiny_pipeline: Pipeline) -> None:
+    """It cannot go on, and says so, instead of going on from nothing."""
+    running = tiny_pipeline.stream(PROMPT, k=2, max_new_tokens=20)
+    next(iter(running))
+    tiny_pipeline.clear_caches()
+    with pytest.raises(OutriderError, match="newer request"):
+        running.result()
+
+
+def test_measured_costs_leave_no_trace(tiny_pipeline: Pipeline) -> None:
+    """They overwrite the caches, which must not be taken for those of the last request."""
+    prompt = "one two three four five six seven eight nine ten"
+    options = {"max_new_tokens": 10, "logprobs": 1}
+    before = tiny_pipeline.generate(prompt, k=4, drafter="model", **options)
+    measure_costs(tiny_pipeline, [4])
+    after = tiny_pipeline.generate(prompt, k=4, drafter="model", **options)
+    assert after.stats.num_cached_tokens == 0
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert after.stats.acceptance_histogram == before.stats.acceptance_histogram
+
+
+def test_a_draft_model_that_gives_no_numbers(tiny_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused out loud: plain decoding in its place would be a fallback that nobody sees."""
+    assert tiny_pipeline.draft is not None
+    original = tiny_pipeline.draft.extend
+    monkeypatch.setattr(tiny_pipeline.draft, "extend", lambda tokens, rows: original(tokens, rows) * np.float32("nan"))
+    assert "draft model" in refused(lambda: tiny_pipeline.generate(PROMPT, k=4, drafter="model"))
+    monkeypatch.undo()
+    tiny_pipeline.clear_caches()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from outrider.engines.errors import OutriderError
 from outrider.runtime.accept import Draft
 from outrider.runtime.drafters import Draw
 from outrider.runtime.sampling.history import History
@@ -37,10 +40,12 @@ class ModelDrafter:
             logits = self._model.extend(history.tokens[self._model.length :], 1)[0]
             try:
                 draft = draw(logits)
-            except Exception:  # masks or a processor fail behind a draft: if it is reached, the target's choice fails
-                break
+                history.push(draft.token)
+            except Exception as error:
+                if not np.isfinite(logits).all():
+                    raise OutriderError("the draft model gives no numbers; export it again, or use --k 0") from error
+                break  # masks or a processor fail behind a draft: where the text gets there, the target's choice fails
             drafts.append(draft)
-            history.push(draft.token)
         history.rollback(start)
         self._agreed = min(start, self._model.length)
         return drafts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise OutriderError("grammars need llguidance; run `pip install 'outrider[grammar]'`") from None
+            raise OutriderError(
+                "grammars need llguidance; run `pip install llguidance` (or install outrider[grammar])"
+            ) from None
         self._matcher = llguidance.LLMatcher
         self._vocab_size = vocab_size
         self._tokenizer = llguidance.LLTokenizer(
@@ -39,7 +42,7 @@ class GrammarCompiler:
     def compile(
         self,
         *,
-        json_schema: str | Mapping[str, Any] | None = None,
+        json_schema: str | Mapping[str, Any] | bool | None = None,
         regex: str | None = None,
         lark: str | None = None,
     ) -> GrammarState:
@@ -55,11 +58,16 @@ class GrammarCompiler:
         else:
             assert lark is not None
             kind, grammar = "lark", self._matcher.grammar_from_lark(lark)
-        matcher = self._matcher(self._tokenizer, grammar, log_level=0)
+        start = partial(self._matcher, self._tokenizer, grammar, log_level=0)
+        matcher = start()
         if matcher.is_error():
             raise OutriderError(f"the {kind} grammar does not compile: {_message(matcher)}")
-        state = GrammarState(matcher, self._vocab_size, self._eos_token_ids)
-        if not state.may_end and not state.allowed().any():
+        state = GrammarState(start, self._vocab_size, self._eos_token_ids)
+        try:
+            possible = state.may_end or state.allowed().any()
+        except OutriderError as error:
+            raise OutriderError(f"the {kind} grammar allows no token: {error}") from None
+        if not possible:
             raise OutriderError(f"the {kind} grammar allows no token; no text of this vocabulary fits it")
         return state
 
@@ -69,7 +77,7 @@ def _message(matcher: Any) -> str:
     return str(matcher.get_error()).partition("<state>")[0].strip()
 
 
-def _schema_text(schema: str | Mapping[str, Any]) -> str:
+def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
     """The schema as JSON that was parsed here: llguidance passes over what follows an object."""
 
     def plain(value: object) -> object:
@@ -78,20 +86,29 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
         raise TypeError(f"{type(value).__name__} has no form in JSON")
 
     try:
-        parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, default=plain)
     except (ValueError, TypeError, RecursionError) as error:
-        raise OutriderError(f"json_schema is not JSON: {error}") from None
-    if not isinstance(parsed, (dict, bool)):
-        raise OutriderError(f"json_schema is {text}; it must be a JSON object")
+        raise OutriderError(f"json_schema is not JSON: {error}; the command takes a file as @FILE") from None
+    if not isinstance(parsed, (Mapping, bool)):
+        raise OutriderError(f"json_schema is {text}; it must be a JSON object, true or false")
     return text
 
 
 class GrammarState:
-    """Where a text stands in its grammar."""
+    """Where a text stands in its grammar.
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: NDArray[np.int64]) -> None:
-        self._matcher = matcher
+    llguidance limits the work of a matcher, and what drafts made it look at counts: where it gives up, a new one is led
+    through the tokens that stand, so that no draft can end a request.
+
+    Args:
+        start: makes a matcher that has seen no token.
+    """
+
+    def __init__(self, start: Callable[[], Any], vocab_size: int, eos_token_ids: NDArray[np.int64]) -> None:
+        self._start = start
+        self._matcher = start()
+        self._tokens: list[int] = []
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
 
@@ -103,23 +120,49 @@ class GrammarState:
     @property
     def complete(self) -> bool:
         """Whether the text is whole and nothing can be added to it."""
-        return bool(self._matcher.is_stopped())
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def allowed(self) -> NDArray[np.bool_]:
-        """bool ``[V]``: the tokens of text that may come next. Tokens that end a request are not among them."""
+        """bool ``[V]``: the tokens of text that may come next. Tokens that end a request are not among them.
+
+        Raises:
+            OutriderError: llguidance gives up.
+        """
         if self.complete:
             return np.zeros(self._vocab_size, bool)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._restart()
+            bits = self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                raise OutriderError(f"the grammar stopped: {_message(self._matcher)}")
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
+        allowed: NDArray[np.bool_] = mask.view(bool)
         allowed[self._eos_token_ids] = False
         return allowed
 
     def push(self, token: int) -> None:
-        """Move on by a token that ``allowed`` names."""
+        """Move on by a token that ``allowed`` names; where that fails, the state stays as it was.
+
+        Raises:
+            OutriderError: llguidance refuses the token, or gives up.
+        """
         if not self._matcher.consume_token(token):
-            raise OutriderError(f"the grammar stopped at token {token}: {_message(self._matcher)}")
+            self._restart()
+            if not self._matcher.consume_token(token):
+                message = _message(self._matcher)
+                self._restart()
+                raise OutriderError(f"the grammar stopped at token {token}: {message}")
+        self._tokens.append(token)
 
     def rollback(self, count: int) -> None:
         """Take the last ``count`` tokens back."""
-        if count and not self._matcher.rollback(count):
-            raise OutriderError(f"the grammar cannot go back {count} tokens: {_message(self._matcher)}")
+        if count:
+            del self._tokens[-count:]
+            if not self._matcher.rollback(count):
+                self._restart()
+
+    def _restart(self) -> None:
+        self._matcher = self._start()
+        if self._tokens and not self._matcher.consume_tokens(self._tokens):
+            raise OutriderError(f"the grammar stopped: {_message(self._matcher)}")

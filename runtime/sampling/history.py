@@ -81,11 +81,11 @@ class History:
         return len(self.tokens) - self.prompt_length
 
     def push(self, token: int) -> None:
+        if self.grammar is not None and token not in self.end_token_ids:
+            self.grammar.push(token)  # first: it may refuse
         self.tokens.append(token)
         for counts in self._counts:
             counts.push(token)
-        if self.grammar is not None and token not in self.end_token_ids:
-            self.grammar.push(token)
 
     def rollback(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; the prompt stays."""

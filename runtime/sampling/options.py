@@ -49,7 +49,8 @@ class SamplingOptions:
         stop_token_ids: further tokens that end the request.
         stop_strings: texts that end the request; the text ends before them.
         json_schema, regex, lark: a grammar that the text must follow (one of them, needs ``outrider[grammar]``).
-        processors: functions of (tokens so far, float32 logits ``[V]`` of their own) -> logits ``[V]``.
+        processors: pure functions of (tokens so far, float32 logits ``[V]`` to read or change during the call) ->
+            logits ``[V]``; they are asked about drafts too, also about such as do not stand.
         logprobs: log-probabilities of each token and of the n most likely ones; None for none.
         logprobs_mode: ``raw``, of the model's own distribution, or ``processed``, of the one that is drawn from
             (when greedy: behind penalties, bias and masks).
@@ -77,7 +78,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     stop_strings: Sequence[str] = ()
-    json_schema: str | Mapping[str, Any] | None = None
+    json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     lark: str | None = None
     processors: Sequence[Processor] = ()
@@ -178,7 +179,7 @@ def _check_numbers(options: SamplingOptions) -> None:
         ("min_p", number, lambda value: 0 <= value <= 1, "use 0 to 1"),
         ("typical_p", number, lambda value: 0 < value <= 1, "use more than 0 and at most 1"),
         ("seed", whole, lambda value: 0 <= value < 2**64, "use 0 to 2**64 - 1"),
-        ("repetition_penalty", number, lambda value: 0 < value <= _LARGEST, "use more than 0 (1 for none)"),
+        ("repetition_penalty", number, lambda value: 1 / _LARGEST <= value <= _LARGEST, "use more than 0 (1 for none)"),
         ("presence_penalty", number, lambda value: abs(value) <= _LARGEST, "use what a logit can hold"),
         ("frequency_penalty", number, lambda value: abs(value) <= _LARGEST, "use what a logit can hold"),
         ("logprobs", whole, lambda value: value >= 0, "use 0 (the chosen token only) or more"),
@@ -192,7 +193,7 @@ def _check_numbers(options: SamplingOptions) -> None:
         if not within(value):
             raise OutriderError(f"{name} {value} is out of range; {hint}")
     for name in ("ignore_eos", "penalize_prompt"):
-        if not isinstance(getattr(options, name), (bool, type(_DEFAULTS[name]))):
+        if not isinstance(getattr(options, name), (bool, np.bool_, type(_DEFAULTS[name]))):
             raise OutriderError(f"{name} is {getattr(options, name)!r}; it must be true or false")
     if options.min_new_tokens > options.max_new_tokens:
         raise OutriderError(
@@ -219,7 +220,7 @@ def _check_tokens(options: SamplingOptions) -> None:
     if options.allowed_token_ids is not None and not len(options.allowed_token_ids):
         raise OutriderError("allowed_token_ids is empty; name at least one token, or leave it out to allow all")
     words = options.bad_words_ids
-    if not _is_list(words) or not all(_is_list(word) and len(word) and all(map(_is_int, word)) for word in words):
+    if not _is_list(words) or not all(_is_sequence(word) and len(word) and all(map(_is_int, word)) for word in words):
         raise OutriderError(f"bad_words_ids is {words!r}; it must be a list of token sequences, none of them empty")
 
 
@@ -227,6 +228,8 @@ def _check_texts(options: SamplingOptions) -> None:
     stops = options.stop_strings
     if not _is_list(stops) or not all(isinstance(text, str) for text in stops):
         raise OutriderError(f"stop_strings is {stops!r}; it must be a list of texts")
+    for text in stops:
+        _check_utf8("a stop string", text)
     if "" in stops:
         raise OutriderError("stop_strings holds an empty text, which would stop every answer; leave it out")
     if options.logprobs_mode not in ("raw", "processed"):
@@ -234,12 +237,20 @@ def _check_texts(options: SamplingOptions) -> None:
     if len(options.grammar) > 1:
         raise OutriderError(f"{' and '.join(options.grammar)} are both given; a request follows one grammar")
     for kind, text in options.grammar.items():
-        if not isinstance(text, str) and not (kind == "json_schema" and isinstance(text, Mapping)):
+        if not isinstance(text, str) and not (kind == "json_schema" and isinstance(text, (Mapping, bool))):
             raise OutriderError(f"{kind} is {text!r}; it must be a text")
-        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
-            raise OutriderError(f"{kind} is not UTF-8 text; convert it first")
+        _check_utf8(kind, text)
     if not _is_list(options.processors) or not all(map(callable, options.processors)):
         raise OutriderError(f"processors is {options.processors!r}; it must be a list of functions")
+
+
+def _is_sequence(value: Any) -> bool:
+    return _is_list(value) and hasattr(value, "__getitem__")
+
+
+def _check_utf8(name: str, text: Any) -> None:
+    if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+        raise OutriderError(f"{name} is not UTF-8 text; convert it first")
 
 
 def _is_list(value: Any) -> bool:

@@ -100,6 +100,8 @@ def mask_bad_words(logits: Logits, tokens: Sequence[int], words: Sequence[tuple[
 
 def _custom(result: object, given: Logits, processor: object) -> Logits:
     name = getattr(processor, "__name__", type(processor).__name__)
+    if result is None:
+        raise OutriderError(f"processor {name} returned nothing; it must return the logits")
     try:
         logits: Logits = np.array(result, np.float32)
     except (TypeError, ValueError):
