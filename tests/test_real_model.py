@@ -9,21 +9,26 @@ import pytest
 from check_identity import compare, export_pairs
 from check_transformers import first_difference, reference_model
 
+from outrider.runtime import SamplingOptions
 from outrider.runtime.bench import encode_prompt, read_prompts
 
 PROMPTS = read_prompts(Path(__file__).parents[1] / "scripts" / "prompts.jsonl")
 
 
-@pytest.mark.parametrize("precision", ["int4", "fp32"])
-def test_speculative_text_is_plain_text(smollm2: Path, workdir: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "temperature"), [("int4", None), ("int4", 0.8), ("fp32", None)])
+def test_speculative_text_is_plain_text(
+    smollm2: Path, workdir: Path, precision: str, temperature: float | None
+) -> None:
     """ids and logits of committed rows, n-gram, draft = target, draft = first layers."""
     pipelines = export_pairs(str(smollm2), workdir / "identity", precision)
     assert pipelines["self"].exactness == "bitwise"
     if precision == "int4":
         assert pipelines["self"].target.min_rows == 1
-    seen = list(compare(pipelines, PROMPTS[12:30:9], 24, tiers=(1, 4)))
+    options = SamplingOptions(max_new_tokens=24, temperature=temperature, seed=None if temperature is None else 7)
+    seen = list(compare(pipelines, PROMPTS[12:30:9], options, tiers=(1, 4)))
     assert len(seen) == 6
-    assert any(stats.num_accepted_draft_tokens for name, _, stats in seen if name == "ngram")
+    if temperature is None:
+        assert any(stats.num_accepted_draft_tokens for name, _, stats in seen if name == "ngram")
 
 
 def test_ids_equal_those_of_transformers(smollm2: Path, workdir: Path) -> None:
