@@ -110,7 +110,7 @@ class SamplingOptions:
                 near = difflib.get_close_matches(name, _DEFAULTS, 1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_DEFAULTS)}"
                 raise OutriderError(f"unknown option {name!r}; {hint}")
-        return replace(self, **changes)
+        return replace(self, **changes) if changes else self
 
     @property
     def greedy(self) -> bool:
