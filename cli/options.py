@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import click
 
+from outrider.cli.sampling import integers
 from outrider.cli.sampling import sampling as sampling
 from outrider.runtime.accept import RULES
 from outrider.runtime.generate import DRAFTERS
@@ -31,14 +32,7 @@ def standard_input() -> TextIO:
     return sys.stdin
 
 
-def tiers(value: str) -> tuple[int, ...]:
-    """``2,4,8`` -> (2, 4, 8), the type of an option."""
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 2,4,8") from None
-
-
+tiers = integers("whole numbers such as 2,4,8")
 threads: Decorator = click.option(
     "--threads", type=click.IntRange(min=1), help="Threads of each engine.  [default: all processors]"
 )

@@ -15,11 +15,16 @@ from outrider.runtime.sampling.options import SamplingOptions
 Command = Callable[..., Any]
 
 
-def _token_ids(value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of token ids such as 2,17") from None
+def integers(what: str) -> Callable[[str], tuple[int, ...]]:
+    """``2,4,8`` -> (2, 4, 8), the type of an option; ``what`` they are is said with an example."""
+
+    def parse(value: str) -> tuple[int, ...]:
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list of {what}") from None
+
+    return parse
 
 
 def _bias(value: str) -> tuple[int, float]:
@@ -42,38 +47,50 @@ def _text_or_file(value: str) -> str:
         raise OutriderError(f"{value[1:]} is not UTF-8 text") from None
 
 
-_OPTIONS: list[Callable[[Command], Command]] = [
-    click.option("--max-new-tokens", type=int, default=SamplingOptions.max_new_tokens, show_default=True),
-    click.option("--min-new-tokens", type=int, help="So many tokens before anything ends the answer."),
-    click.option("--temperature", type=float, help="0 is greedy, 1 the model's own distribution.  [default: greedy]"),
-    click.option("--top-k", type=int, help="The k most likely tokens."),
-    click.option("--top-p", type=float, help="The fewest most likely tokens with this mass, 0 to 1."),
-    click.option("--min-p", type=float, help="Tokens at least so many times as likely as the best."),
-    click.option("--typical-p", type=float, help="Tokens of typical information with this mass."),
-    click.option("--seed", type=int, help="Same seed, same text, whatever drafts.  [default: a fresh one]"),
-    click.option("--repetition-penalty", type=float, help="Above 1: tokens that occurred become less likely."),
-    click.option("--presence-penalty", type=float, help="Taken off the logit of each token that occurred."),
-    click.option("--frequency-penalty", type=float, help="The same, times how often it occurs."),
-    click.option("--penalize-prompt/--no-penalize-prompt", default=None, help="Whether penalties count the prompt."),
-    click.option(
-        "--logit-bias", type=_bias, multiple=True, metavar="ID=NUMBER", help="Add to a token's logit; again and again."
+_token_ids = integers("token ids such as 2,17")
+
+_OPTIONS = [
+    click.Option(["--max-new-tokens"], type=int, default=SamplingOptions.max_new_tokens, show_default=True),
+    click.Option(["--min-new-tokens"], type=int, help="So many tokens before anything ends the answer."),
+    click.Option(["--temperature"], type=float, help="0 is greedy, 1 the model's own distribution.  [default: greedy]"),
+    click.Option(["--top-k"], type=int, help="The k most likely tokens."),
+    click.Option(["--top-p"], type=float, help="The fewest most likely tokens with this mass, 0 to 1."),
+    click.Option(["--min-p"], type=float, help="Tokens at least so many times as likely as the best."),
+    click.Option(["--typical-p"], type=float, help="Tokens of typical information with this mass."),
+    click.Option(["--seed"], type=int, help="Same seed, same text, whatever drafts.  [default: a fresh one]"),
+    click.Option(["--repetition-penalty"], type=float, help="Above 1: tokens that occurred become less likely."),
+    click.Option(["--presence-penalty"], type=float, help="Taken off the logit of each token that occurred."),
+    click.Option(["--frequency-penalty"], type=float, help="The same, times how often it occurs."),
+    click.Option(["--penalize-prompt/--no-penalize-prompt"], default=None, help="Whether penalties count the prompt."),
+    click.Option(
+        ["--logit-bias"],
+        type=_bias,
+        multiple=True,
+        metavar="ID=NUMBER",
+        help="Add to a token's logit; again and again.",
     ),
-    click.option(
-        "--bad-words",
+    click.Option(
+        ["--bad-words"],
         multiple=True,
         metavar="TEXT",
         help="Not to be written, as spelt here; again and again.",
     ),
-    click.option("--allowed-token-ids", type=_token_ids, metavar="ID,ID,...", help="The only tokens that may occur."),
-    click.option("--eos-token-id", type=_token_ids, metavar="ID,ID,...", help="In place of the bundle's."),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Go on behind an end of sequence."),
-    click.option("--stop-token-ids", type=_token_ids, metavar="ID,ID,...", help="Further tokens that end the answer."),
-    click.option("--stop-strings", multiple=True, metavar="TEXT", help="The answer ends before it; again and again."),
-    click.option("--json-schema", type=_text_or_file, metavar="JSON|@FILE", help="The answer is JSON of this schema."),
-    click.option("--regex", type=_text_or_file, metavar="REGEX|@FILE", help="The answer matches this expression."),
-    click.option("--lark", type=_text_or_file, metavar="LARK|@FILE", help="The answer follows this Lark grammar."),
-    click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of each token and the best N (--json)."),
-    click.option("--logprobs-mode", type=click.Choice(["raw", "processed"]), help="Before or behind the filters."),
+    click.Option(["--allowed-token-ids"], type=_token_ids, metavar="ID,ID,...", help="The only tokens that may occur."),
+    click.Option(["--eos-token-id"], type=_token_ids, metavar="ID,ID,...", help="In place of the bundle's."),
+    click.Option(["--ignore-eos"], is_flag=True, default=None, help="Go on behind an end of sequence."),
+    click.Option(
+        ["--stop-token-ids"], type=_token_ids, metavar="ID,ID,...", help="Further tokens that end the answer."
+    ),
+    click.Option(["--stop-strings"], multiple=True, metavar="TEXT", help="The answer ends before it; again and again."),
+    click.Option(
+        ["--json-schema"], type=_text_or_file, metavar="JSON|@FILE", help="The answer is JSON of this schema."
+    ),
+    click.Option(["--regex"], type=_text_or_file, metavar="REGEX|@FILE", help="The answer matches this expression."),
+    click.Option(["--lark"], type=_text_or_file, metavar="LARK|@FILE", help="The answer follows this Lark grammar."),
+    click.Option(
+        ["--logprobs"], type=int, metavar="N", help="Log-probabilities of each token and the best N (--json)."
+    ),
+    click.Option(["--logprobs-mode"], type=click.Choice(["raw", "processed"]), help="Before or behind the filters."),
 ]
 
 
@@ -103,14 +120,9 @@ def sampling(command: Command) -> Command:
 
     @functools.wraps(command)
     def collected(**arguments: Any) -> Any:
-        given = {name: arguments.pop(name) for name in _names}
+        given = {str(option.name): arguments.pop(str(option.name)) for option in _OPTIONS}
         return command(sampling=SamplingArguments(given), **arguments)
 
-    decorated: Command = collected
-    for option in reversed(_OPTIONS):
-        decorated = option(decorated)
-    _names = [parameter.name for parameter in decorated.__click_params__ if parameter.name in _FIELDS]  # type: ignore[attr-defined]
-    return decorated
-
-
-_FIELDS = {*SamplingOptions.__dataclass_fields__, "bad_words"}
+    # As `click.option` notes them: the last one first.
+    collected.__click_params__ = [*getattr(command, "__click_params__", []), *reversed(_OPTIONS)]  # type: ignore[attr-defined]
+    return collected

@@ -28,6 +28,11 @@ class Draft(NamedTuple):
     token: int
     law: Distribution | None = None
 
+    @property
+    def drawn_from(self) -> Distribution:
+        """The law, one-hot for a token that came without."""
+        return self.law or Distribution.one_hot(self.token)
+
 
 class Verdict(NamedTuple):
     """A token to commit, and the row of the verify pass, float32 ``[V]``, that decided it."""
@@ -83,19 +88,36 @@ class _SamplingRule:
         return Draft(chooser.draw(law, Stream.DRAFT, self._round), law)
 
 
-class ResidualRule(_SamplingRule):
-    """Rejection sampling token by token (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+class _TokenByTokenRule(_SamplingRule):
+    """Drafts judged one after the other, up to the first that does not stand."""
 
     def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
-        for (token, law), row in zip(drafts, rows, strict=False):
-            target, draft = chooser.distribution(row), law or Distribution.one_hot(token)
-            if not chooser.uniform(Stream.ACCEPT, self._round) < likelihood_ratio(target, draft, token):
-                yield Verdict(chooser.draw(residual(target, draft)), Origin.CORRECTION, row)
+        for draft, row in zip(drafts, rows, strict=False):
+            target = chooser.distribution(row)
+            if not self._stands(chooser, draft, target):
+                yield Verdict(chooser.draw(self._correction(draft, target)), Origin.CORRECTION, row)
                 break
-            yield Verdict(token, Origin.ACCEPTED, row)
+            yield Verdict(draft.token, Origin.ACCEPTED, row)
         else:
             yield _last(chooser, drafts, rows)
         self._round += 1
+
+    def _stands(self, chooser: Chooser, draft: Draft, target: Distribution) -> bool:
+        raise NotImplementedError
+
+    def _correction(self, draft: Draft, target: Distribution) -> Distribution:
+        raise NotImplementedError
+
+
+class ResidualRule(_TokenByTokenRule):
+    """Rejection sampling token by token (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+
+    def _stands(self, chooser: Chooser, draft: Draft, target: Distribution) -> bool:
+        ratio = likelihood_ratio(target, draft.drawn_from, draft.token)
+        return chooser.uniform(Stream.ACCEPT, self._round) < ratio
+
+    def _correction(self, draft: Draft, target: Distribution) -> Distribution:
+        return residual(target, draft.drawn_from)
 
 
 class BlockRule(_SamplingRule):
@@ -109,16 +131,17 @@ class BlockRule(_SamplingRule):
             try:
                 target = chooser.distribution(row)
                 numbers.append(chooser.uniform(Stream.ACCEPT, self._round))
-                if target.probability(token):
+                possible = target.probability(token) > 0
+                if possible:
                     history.push(token)
             except Exception:  # behind drafts that may not stand: they are judged without it, as if it had no draft
                 drafts = drafts[:index]
                 break
             targets.append(target)
-            if not target.probability(token):  # nor can anything behind it stand
+            if not possible:  # nor can anything behind it stand
                 break
         history.rollback(start)
-        laws = [law or Distribution.one_hot(token) for token, law in drafts]
+        laws = [draft.drawn_from for draft in drafts]
         thresholds, scales = block_thresholds(targets, laws, [token for token, _ in drafts])
         passed = [i + 1 for i, threshold in enumerate(thresholds) if numbers[i] < threshold]
         accepted = passed[-1] if passed else 0
@@ -132,7 +155,7 @@ class BlockRule(_SamplingRule):
         self._round += 1
 
 
-class LossyTypicalRule(_SamplingRule):
+class LossyTypicalRule(_TokenByTokenRule):
     """A draft stands when the target finds it likely enough for its entropy (Cai et al., arXiv 2401.10774, section 3).
 
     The text is not distributed as the target's.
@@ -141,18 +164,13 @@ class LossyTypicalRule(_SamplingRule):
     EPSILON = 0.09
     DELTA = 0.3
 
-    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
-        for (token, _), row in zip(drafts, rows, strict=False):
-            target = chooser.distribution(row)
-            information = np.log(target.probabilities)
-            entropy = -float((target.probabilities * information).sum())
-            if not target.probability(token) > min(self.EPSILON, self.DELTA * math.exp(-entropy)):
-                yield Verdict(chooser.draw(target), Origin.CORRECTION, row)
-                break
-            yield Verdict(token, Origin.ACCEPTED, row)
-        else:
-            yield _last(chooser, drafts, rows)
-        self._round += 1
+    def _stands(self, chooser: Chooser, draft: Draft, target: Distribution) -> bool:
+        probabilities = target.probabilities
+        entropy = -float((probabilities * np.log(probabilities)).sum())
+        return target.probability(draft.token) > min(self.EPSILON, self.DELTA * math.exp(-entropy))
+
+    def _correction(self, draft: Draft, target: Distribution) -> Distribution:
+        return target
 
 
 RULES: dict[str, type[AcceptanceRule]] = {
@@ -181,11 +199,17 @@ def likelihood_ratio(target: Distribution, draft: Distribution, token: int) -> f
 
 def residual(target: Distribution, draft: Distribution, scale: float = 1.0) -> Distribution:
     """norm(max(scale * p - q, 0)): what the correction is drawn from."""
-    left = scale * target.probabilities - draft.probabilities_of(target.ids)
-    kept = np.flatnonzero(left > 0)
+    left = _surplus(target, draft, scale)
+    kept = np.flatnonzero(left)
     if not len(kept):  # p = q up to rounding
         return target
     return Distribution(target.ids[kept], left[kept])
+
+
+def _surplus(target: Distribution, draft: Distribution, scale: float) -> NDArray[np.float64]:
+    """max(scale * p - q, 0) for each of the target's tokens, float64 ``[n]``."""
+    surplus: NDArray[np.float64] = np.maximum(scale * target.probabilities - draft.probabilities_of(target.ids), 0)
+    return surplus
 
 
 def block_thresholds(
@@ -211,8 +235,7 @@ def block_thresholds(
         if i == len(tokens) or scales[i] == 0:
             thresholds.append(scales[i])
             continue
-        left = scales[i] * targets[i].probabilities - laws[i].probabilities_of(targets[i].ids)
-        mass = float(np.maximum(left, 0).sum())
+        mass = float(_surplus(targets[i], laws[i], scales[i]).sum())
         room = mass + 1 - scales[i]
         thresholds.append(mass / room if room > 0 else 1.0)
     return thresholds, scales

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from outrider.runtime.choose import TokenLogprobs
 from outrider.runtime.sampling.history import History
+from outrider.runtime.text import StoppingStream
 
 
 class Origin(str, Enum):
@@ -18,16 +18,6 @@ class Origin(str, Enum):
     ACCEPTED = "accepted"  # a draft token that the target chose too
     CORRECTION = "correction"  # the target's token where a draft token was refused
     BONUS = "bonus"  # the target's token behind drafts that were all accepted
-
-
-class TextSink(Protocol):
-    """Turns tokens into text (``text.StoppingStream``)."""
-
-    stopped: bool
-
-    def push(self, token: int, watch: bool) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 @dataclass
@@ -40,7 +30,7 @@ class Output:
     """
 
     history: History
-    text: TextSink
+    text: StoppingStream
     max_new_tokens: int
     min_new_tokens: int = 0
     eos_token_ids: Collection[int] = ()

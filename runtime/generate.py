@@ -8,8 +8,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
-
 from outrider.engines.bundle import TOKENIZER, Bundle, ModelInfo
 from outrider.engines.engine import row_counts
 from outrider.engines.errors import OutriderError
@@ -25,7 +23,7 @@ from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.generation import Generation, GenerationResult, Speculation
 from outrider.runtime.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.runtime.sampling.history import History
-from outrider.runtime.sampling.options import SamplingOptions
+from outrider.runtime.sampling.options import SamplingOptions, is_int
 from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
 from outrider.runtime.text import Message, StoppingStream, TextCodec
@@ -150,7 +148,7 @@ class Pipeline:
     def check_k(self, k: int) -> None:
         """Raises OutriderError when K is negative or larger than the bundle's tiers."""
         largest = max(self.manifest.tiers)
-        if not isinstance(k, (int, np.integer)) or isinstance(k, bool):
+        if not is_int(k):
             raise OutriderError(f"K is {k!r}; it must be a whole number")
         if k < 0:
             raise OutriderError(f"K = {k} is negative; use 0 for plain decoding")
@@ -185,7 +183,6 @@ class Pipeline:
         self.drafter(name)
         k = tiers[len(tiers) // 2] if k is None else k
         self.check_k(k)
-        acceptance_rule(acceptance)
         return Speculation("none", 0, acceptance) if k == 0 or name == "none" else Speculation(name, k, acceptance)
 
     def _grammar(self, options: SamplingOptions) -> GrammarState | None:

@@ -10,21 +10,18 @@ from time import perf_counter
 from typing import Any, Protocol
 
 
-class Worker(Protocol):
-    """Something whose engine work is counted: passes run and the seconds they took."""
-
-    @property
-    def passes(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
 class Timed(Protocol):
     """Something whose seconds are counted."""
 
     @property
     def seconds(self) -> float: ...
+
+
+class Worker(Timed, Protocol):
+    """Something whose engine work is counted: passes run and the seconds they took."""
+
+    @property
+    def passes(self) -> int: ...
 
 
 @dataclass

@@ -40,7 +40,7 @@ class TextCodec:
             raise OutriderError(f"the prompt is {prompt!r}; give a text, or a list of messages")
         plain = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self.render(prompt)
-        _check_utf8(text, "the prompt")
+        check_utf8(text, "the prompt")
         ids = self.tokenizer.encode(text, add_special_tokens=plain).ids
         if not ids:
             raise OutriderError("the prompt is empty; give at least one token of text")
@@ -62,7 +62,7 @@ class TextCodec:
         """The token sequences of a word at the start of a text and inside of one, behind a space."""
         if not word.strip():
             raise OutriderError(f"the bad word {word!r} is empty; leave it out")
-        _check_utf8(word, "a bad word")
+        check_utf8(word, "a bad word")
         texts = (word, f" {word}")
         return sorted({tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts})
 
@@ -175,7 +175,8 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
-def _check_utf8(text: str, what: str) -> None:
+def check_utf8(text: str, what: str) -> None:
+    """Raises OutriderError naming ``what`` when bytes that are no text came through in it."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -59,10 +59,9 @@ class GrammarCompiler:
             assert lark is not None
             kind, grammar = "lark", self._matcher.grammar_from_lark(lark)
         start = partial(self._matcher, self._tokenizer, grammar, log_level=0)
-        matcher = start()
-        if matcher.is_error():
-            raise OutriderError(f"the {kind} grammar does not compile: {_message(matcher)}")
         state = GrammarState(start, self._vocab_size, self._eos_token_ids)
+        if state.error:
+            raise OutriderError(f"the {kind} grammar does not compile: {state.error}")
         try:
             possible = state.may_end or state.allowed().any()
         except OutriderError as error:
@@ -70,11 +69,6 @@ class GrammarCompiler:
         if not possible:
             raise OutriderError(f"the {kind} grammar allows no token; no text of this vocabulary fits it")
         return state
-
-
-def _message(matcher: Any) -> str:
-    """llguidance's own words, without the dump of its state behind them."""
-    return str(matcher.get_error()).partition("<state>")[0].strip()
 
 
 def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
@@ -113,6 +107,11 @@ class GrammarState:
         self._eos_token_ids = eos_token_ids
 
     @property
+    def error(self) -> str:
+        """Why llguidance gave up, in its own words and without the dump of its state; empty while it goes on."""
+        return str(self._matcher.get_error()).partition("<state>")[0].strip()
+
+    @property
     def may_end(self) -> bool:
         """Whether the text so far is whole."""
         return bool(self._matcher.is_accepting())
@@ -135,7 +134,7 @@ class GrammarState:
             self._restart()
             bits = self._matcher.compute_bitmask()
             if self._matcher.is_error():
-                raise OutriderError(f"the grammar stopped: {_message(self._matcher)}")
+                raise OutriderError(f"the grammar stopped: {self.error}")
         mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
         allowed: NDArray[np.bool_] = mask.view(bool)
         allowed[self._eos_token_ids] = False
@@ -150,7 +149,7 @@ class GrammarState:
         if not self._matcher.consume_token(token):
             self._restart()
             if not self._matcher.consume_token(token):
-                message = _message(self._matcher)
+                message = self.error
                 self._restart()
                 raise OutriderError(f"the grammar stopped at token {token}: {message}")
         self._tokens.append(token)
@@ -165,4 +164,4 @@ class GrammarState:
     def _restart(self) -> None:
         self._matcher = self._start()
         if self._tokens and not self._matcher.consume_tokens(self._tokens):
-            raise OutriderError(f"the grammar stopped: {_message(self._matcher)}")
+            raise OutriderError(f"the grammar stopped: {self.error}")

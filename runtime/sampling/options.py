@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
+from outrider.runtime.text import check_utf8
 
 # Below it a division by the temperature would leave float32's range; the best token has all of the probability.
 GREEDY_BELOW = 1e-5
@@ -155,7 +156,8 @@ class SamplingOptions:
 _DEFAULTS = {entry.name: entry.default for entry in fields(SamplingOptions)}
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether it is a whole number, numpy's included; True and False are none."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -168,7 +170,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_numbers(options: SamplingOptions) -> None:
-    whole = ("whole number", _is_int)
+    whole = ("whole number", is_int)
     number = ("number", _is_number)
     rules: list[tuple[str, tuple[str, Callable[[Any], bool]], Callable[[Any], bool], str]] = [
         ("max_new_tokens", whole, lambda value: value >= 0, "use 0 or more"),
@@ -203,7 +205,7 @@ def _check_numbers(options: SamplingOptions) -> None:
 
 def _check_tokens(options: SamplingOptions) -> None:
     bias = options.logit_bias
-    if not isinstance(bias, Mapping) or not all(_is_int(key) and _is_number(bias[key]) for key in bias):
+    if not isinstance(bias, Mapping) or not all(is_int(key) and _is_number(bias[key]) for key in bias):
         raise OutriderError(f"logit_bias is {bias!r}; it must map token ids to numbers")
     for token, value in bias.items():
         if not abs(value) <= _LARGEST:
@@ -211,16 +213,16 @@ def _check_tokens(options: SamplingOptions) -> None:
     lists: dict[str, Any] = {"stop_token_ids": options.stop_token_ids}
     if options.eos_token_id is not None:
         given = options.eos_token_id
-        lists["eos_token_id"] = [given] if _is_int(given) else given
+        lists["eos_token_id"] = [given] if is_int(given) else given
     if options.allowed_token_ids is not None:
         lists["allowed_token_ids"] = options.allowed_token_ids
     for name, ids in lists.items():
-        if not _is_list(ids) or not all(map(_is_int, ids)):
+        if not _is_list(ids) or not all(map(is_int, ids)):
             raise OutriderError(f"{name} is {ids!r}; it must be a list of token ids")
     if options.allowed_token_ids is not None and not len(options.allowed_token_ids):
         raise OutriderError("allowed_token_ids is empty; name at least one token, or leave it out to allow all")
     words = options.bad_words_ids
-    if not _is_list(words) or not all(_is_sequence(word) and len(word) and all(map(_is_int, word)) for word in words):
+    if not _is_list(words) or not all(_is_sequence(word) and len(word) and all(map(is_int, word)) for word in words):
         raise OutriderError(f"bad_words_ids is {words!r}; it must be a list of token sequences, none of them empty")
 
 
@@ -229,7 +231,7 @@ def _check_texts(options: SamplingOptions) -> None:
     if not _is_list(stops) or not all(isinstance(text, str) for text in stops):
         raise OutriderError(f"stop_strings is {stops!r}; it must be a list of texts")
     for text in stops:
-        _check_utf8("a stop string", text)
+        check_utf8(text, "a stop string")
     if "" in stops:
         raise OutriderError("stop_strings holds an empty text, which would stop every answer; leave it out")
     if options.logprobs_mode not in ("raw", "processed"):
@@ -239,18 +241,14 @@ def _check_texts(options: SamplingOptions) -> None:
     for kind, text in options.grammar.items():
         if not isinstance(text, str) and not (kind == "json_schema" and isinstance(text, (Mapping, bool))):
             raise OutriderError(f"{kind} is {text!r}; it must be a text")
-        _check_utf8(kind, text)
+        if isinstance(text, str):
+            check_utf8(text, kind)
     if not _is_list(options.processors) or not all(map(callable, options.processors)):
         raise OutriderError(f"processors is {options.processors!r}; it must be a list of functions")
 
 
 def _is_sequence(value: Any) -> bool:
     return _is_list(value) and hasattr(value, "__getitem__")
-
-
-def _check_utf8(name: str, text: Any) -> None:
-    if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
-        raise OutriderError(f"{name} is not UTF-8 text; convert it first")
 
 
 def _is_list(value: Any) -> bool:
