@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import chi_square_p
 from numpy.typing import NDArray
-from test_noise import chi_square_p
 
 from outrider.engines.errors import OutriderError
 from outrider.runtime.choose import Chooser, TokenLogprobs
