@@ -33,8 +33,7 @@ _COLUMNS = (
 )
 @options.sampling
 @options.acceptance
-@options.threads
-@options.provider
+@options.loading
 @options.as_json
 def bench(
     bundle: Path,
@@ -42,13 +41,12 @@ def bench(
     tiers: tuple[int, ...] | None,
     sampling: SamplingArguments,
     acceptance: str,
-    threads: int | None,
-    provider: str,
+    load: options.Load,
     as_json: bool,
 ) -> None:
     """Compare plain decoding (one row a pass, the fastest) with every drafter and K, side by side."""
     texts = read_prompts(prompts)
-    pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
+    pipeline = load(bundle)
     tiers = tiers or pipeline.manifest.tiers
     with options.progress_bar(len(texts) * len(plan_arms(pipeline, tiers)), "bench") as bar:
         report = run_bench(

@@ -18,7 +18,12 @@ from outrider.engines.errors import OutriderError
 @click.option("--target", required=True, help="Checkpoint: a Hugging Face folder, a GGUF file or a hub id.")
 @click.option("--draft", required=True, help="Checkpoint of the draft model, or `none`.")
 @click.option("--out", type=Path, required=True, help="Folder to create.")
-@click.option("--precision", default="int4", show_default=True, help="fp32, fp16, int8 or int4.")
+@click.option(
+    "--precision",
+    default="int4",
+    show_default=True,
+    help="fp32, fp16, int8 or int4; with standard fp32, fp16, bf16, fp8 or int4.",
+)
 @click.option("--lowering", default="fused", show_default=True, help="fused (ONNX Runtime) or standard (opset 24).")
 @click.option(
     "--k",
@@ -82,6 +87,10 @@ def _print(out: Path, manifest: Manifest, seconds: float) -> None:
 
 def describe_rows(exactness: str, min_rows: int) -> str:
     """What the row probe found, in words."""
+    if exactness == "unprobed":
+        return "not probed: no engine here runs them"
+    if exactness == "fixed-rows":
+        return f"bit-equal in passes of {min_rows} rows, which all take"
     if exactness != "bitwise":
         return "equal within a tolerance only"
     return "bit-equal from one row up" if min_rows == 1 else f"bit-equal from {min_rows} rows up"

@@ -32,14 +32,13 @@ def generate(
     drafter: str | None,
     acceptance: str,
     show_rounds: bool,
-    threads: int | None,
-    provider: str,
+    load: options.Load,
     as_json: bool,
 ) -> None:
     """Answer one prompt, streaming."""
     if sampling.logprobs and not as_json:
         raise OutriderError("log-probabilities are printed with --json only; add it, or leave --logprobs out")
-    pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
+    pipeline = load(bundle)
     text = options.standard_input().read() if prompt == "-" else prompt
     if not text:
         raise OutriderError("the prompt is empty; give at least one token of text")
@@ -76,13 +75,12 @@ def chat(
     drafter: str | None,
     acceptance: str,
     show_rounds: bool,
-    threads: int | None,
-    provider: str,
+    load: options.Load,
 ) -> None:
     """Talk to the target; an empty line or end of input leaves, Ctrl-C stops an answer."""
     if sampling.logprobs:
         raise OutriderError("chat prints no log-probabilities; use `outrider generate --json`")
-    pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
+    pipeline = load(bundle)
     settings = sampling.options(pipeline.codec)
     messages: list[dict[str, str]] = []
     read = _reader()

@@ -10,35 +10,46 @@ from typing import Any
 import click
 
 from outrider.cli import options
+from outrider.cli.build import describe_engine
+from outrider.engines.bundle import Bundle
+from outrider.engines.errors import OutriderError
 
 
 @click.command()
 @click.argument("bundle", type=Path)
-@options.threads
-@options.provider
+@options.loading
 @options.as_json
-def inspect(bundle: Path, threads: int | None, provider: str, as_json: bool) -> None:
-    """Show what a bundle holds, how it was checked, and how its engines run here."""
-    from outrider.runtime import Pipeline
-
-    pipeline = Pipeline.load(bundle, threads=threads, provider=provider)
-    engines = {"target": pipeline.target_engine, "draft": pipeline.draft_engine}
-    facts: dict[str, Any] = {
-        **asdict(pipeline.manifest),
-        "files": pipeline.bundle.files,
-        "engines": {role: engine.describe() for role, engine in engines.items() if engine},
-        "exactness_here": pipeline.exactness,
-        "min_rows_here": pipeline.target.min_rows,
-    }
+def inspect(bundle: Path, load: options.Load, as_json: bool) -> None:
+    """Show what a bundle holds, how it was checked, the engines built of it, and how it runs here."""
+    opened = Bundle(bundle)
+    facts: dict[str, Any] = {**asdict(opened.manifest), "files": opened.files, **_here(bundle, load)}
     if as_json:
         click.echo(json.dumps(facts, indent=2))
         return
+    facts["engines"] = {
+        engine.file: f"{describe_engine(engine, opened.files[engine.file]['bytes'])}; layers {_inline(engine.layers)}"
+        for engine in opened.manifest.engines
+    }
     for key, value in facts.items():
-        if isinstance(value, dict) and value and isinstance(next(iter(value.values())), dict):
+        if isinstance(value, dict) and value and not isinstance(next(iter(value.values())), (int, float)):
             for name, entry in value.items():
                 click.echo(f"{key}.{name}: {_inline(entry)}")
         else:
             click.echo(f"{key}: {_inline(value)}")
+
+
+def _here(bundle: Path, load: options.Load) -> dict[str, Any]:
+    """How the models run on this machine, or why they do not."""
+    try:
+        pipeline = load(bundle)
+    except OutriderError as error:
+        return {"here": str(error)}
+    engines = {"target": pipeline.target_engine, "draft": pipeline.draft_engine}
+    return {
+        "here": {role: engine.describe() for role, engine in engines.items() if engine},
+        "exactness_here": pipeline.exactness,
+        "min_rows_here": pipeline.target.min_rows,
+    }
 
 
 def _inline(value: Any) -> str:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
 from outrider.cli.sampling import integers
 from outrider.cli.sampling import sampling as sampling
+from outrider.engines.open import PROVIDERS
+from outrider.runtime import Pipeline
 from outrider.runtime.accept import RULES
 from outrider.runtime.generate import DRAFTERS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+Load = Callable[[Path], Pipeline]
 
 
 def progress_bar(length: int, label: str) -> Any:
@@ -52,14 +57,32 @@ acceptance: Decorator = click.option(
     show_default=True,
     help="Which drafts stand: exact gives plain decoding's own text, residual and block another of the same law.",
 )
-provider: Decorator = click.option("--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 show_rounds: Decorator = click.option(
     "--show-rounds", is_flag=True, help="Colour the text by where each token came from."
 )
 
 
+def loading(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that loads a bundle; it gets ``load``, which takes the bundle's folder."""
+
+    @wraps(command)
+    def given(*args: Any, provider: str, draft_provider: str | None, threads: int | None, **rest: Any) -> Any:
+        load = partial(Pipeline.load, provider=provider, draft_provider=draft_provider, threads=threads)
+        return command(*args, load=load, **rest)
+
+    with_load: Callable[..., Any] = given
+    providers = click.Choice(PROVIDERS)
+    for option in (
+        click.option("--draft-provider", type=providers, help="What runs the draft.  [default: the same]"),
+        click.option("--provider", type=providers, default="cpu", show_default=True, help="What runs the models."),
+        threads,
+    ):
+        with_load = option(with_load)
+    return with_load
+
+
 def decoding(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that generates text."""
-    for option in (provider, threads, show_rounds, acceptance, drafter, k, sampling):
+    for option in (loading, show_rounds, acceptance, drafter, k, sampling):
         command = option(command)
     return command

@@ -3,10 +3,12 @@
 bundle/
   manifest.json        what is inside, how it was checked, sha256 of every other file
   target/model.onnx    one graph a model, for prefill, verify and plain decoding
-  target/weights.bin
+  target/resident.onnx the same with heads behind its logits, for rounds that stay on their device
+  target/weights.bin   of both
   draft/...            absent when the bundle was exported with ``--draft none``
   tokenizer.json
   chat_template.jinja  absent when the checkpoint has none
+  engines/...          what `outrider build` made of the graphs
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_origin, get_type_hints
 
 from outrider.engines.errors import OutriderError
 
 FORMAT = "outrider-bundle"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "weights.bin"  # beside each graph
+RESIDENT = "resident.onnx"  # beside each graph too
+ENGINES = "engines"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
@@ -55,6 +59,38 @@ class ModelInfo:
     device: str
     check: dict[str, float]
 
+    @property
+    def resident_graph(self) -> str:
+        """The graph with heads (``export/heads.py``)."""
+        return PurePosixPath(self.graph).with_name(RESIDENT).as_posix()
+
+    @property
+    def weights(self) -> str:
+        return PurePosixPath(self.graph).with_name(WEIGHTS).as_posix()
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """An engine built ahead of time.
+
+    ``role`` is the model's (``target`` or ``draft``), ``engine`` the library's name (``tensorrt`` or ``tensorrt-rtx``)
+    and ``version`` its version; ``arch`` is ``sm89`` or the like, or ``any``. ``key`` names graph, weights, engine and
+    options: another key is another engine. ``plans`` are its (rows, logit rows), a profile each. ``layers`` counts the
+    kinds of layers of the parsed network, ``aliases`` the outputs that share an input's memory.
+    """
+
+    file: str
+    role: str
+    engine: str
+    version: str
+    arch: str
+    key: str
+    plans: tuple[tuple[int, ...], ...]
+    layers: dict[str, int]
+    aliases: int
+    options: dict[str, str]
+    build_seconds: float
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -67,6 +103,12 @@ class Manifest:
     special_tokens: dict[str, str]
     target: ModelInfo
     draft: ModelInfo | None
+    engines: tuple[EngineFile, ...] = ()
+
+    @property
+    def models(self) -> dict[str, ModelInfo]:
+        """By role."""
+        return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
 
     def __post_init__(self) -> None:
         if not self.tiers or list(self.tiers) != sorted(set(self.tiers)) or self.tiers[0] < 1:
@@ -78,6 +120,8 @@ class Manifest:
 
 class Bundle:
     """An opened bundle: every file present, unchanged and inside the folder.
+
+    Engines are large, and only one of them is loaded: each is checked by ``engine_path``.
 
     Raises:
         OutriderError: not a bundle, made by a newer version, a file missing, changed or outside the folder.
@@ -91,17 +135,47 @@ class Bundle:
             self.manifest: Manifest = _parse(Manifest, record.get("manifest"), "manifest")
         except ValueError as error:
             raise OutriderError(f"{self.folder / MANIFEST} is damaged: {error}; export the bundle again") from None
-        for name, entry in self.files.items():
-            _verify_file(self.folder, name, entry)
-        graphs = [model.graph for model in (self.manifest.target, self.manifest.draft) if model]
-        weights = [PurePosixPath(graph).with_name(WEIGHTS).as_posix() for graph in graphs]
-        for name in (TOKENIZER, *graphs, *weights):
+        engines = {engine.file for engine in self.manifest.engines}
+        for name in self.files.keys() - engines:
+            _verify_file(self.folder, name, self.files[name])
+        models = self.manifest.models.values()
+        graphs = [name for model in models for name in (model.graph, model.resident_graph, model.weights)]
+        for name in (TOKENIZER, *graphs, *engines):
             if name not in self.files:
                 raise OutriderError(f"{self.folder / MANIFEST} does not list {name}; export the bundle again")
 
     def path(self, name: str) -> Path:
         """The path of a listed file."""
         return _inside(self.folder, name)
+
+    def engine_path(self, engine: EngineFile) -> Path:
+        """The path of an engine.
+
+        Raises:
+            OutriderError: it is missing or was changed.
+        """
+        try:
+            _verify_file(self.folder, engine.file, self.files[engine.file])
+        except OutriderError as error:
+            command = build_command(self.folder, engine.engine, engine.arch)
+            raise OutriderError(f"{str(error).partition(';')[0]}; build it again: `{command}`") from None
+        return self.path(engine.file)
+
+    def add_engine(self, engine: EngineFile, built: Path) -> None:
+        """Move a built file to its place and list it, in place of an engine of the same name.
+
+        The manifest is replaced last and at once: an interrupt leaves the bundle as it was.
+        """
+        path = self.path(engine.file)
+        path.parent.mkdir(exist_ok=True)
+        entry = {"bytes": built.stat().st_size, "sha256": sha256_of(built)}
+        built.replace(path)
+        kept = tuple(other for other in self.manifest.engines if other.file != engine.file)
+        self.manifest = replace(self.manifest, engines=(*kept, engine))
+        self.files = self.files | {engine.file: entry}
+        work = self.folder / f".{MANIFEST}.new"
+        _write_record(work, self.manifest, self.files)
+        work.replace(self.folder / MANIFEST)
 
     @property
     def chat_template(self) -> str | None:
@@ -140,8 +214,17 @@ def write_manifest(work: Path, manifest: Manifest) -> None:
         for path in sorted(work.rglob("*"))
         if path.is_file()
     }
+    _write_record(work / MANIFEST, manifest, files)
+
+
+def build_command(folder: Path, engine: str, arch: str) -> str:
+    """What makes the engine of a bundle."""
+    return f"outrider build {folder} --engine {engine} --arch {arch}"
+
+
+def _write_record(path: Path, manifest: Manifest, files: dict[str, dict[str, Any]]) -> None:
     record = {"format": FORMAT, "version": VERSION, "manifest": asdict(manifest), "files": files}
-    (work / MANIFEST).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def sha256_of(path: Path) -> str:

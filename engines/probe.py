@@ -20,7 +20,11 @@ _POSITIONS = 12
 
 @dataclass(frozen=True)
 class RowProbe:
-    """``exactness`` is ``bitwise`` when all passes of at least ``min_rows`` rows agree, else ``tolerance``."""
+    """What holds of passes of at least ``min_rows`` rows.
+
+    ``exactness`` is ``bitwise`` when all of them agree; ``fixed-rows`` when those of ``min_rows`` agree, whatever a
+    row's place and neighbours, so that all tokens must come from such passes; else ``tolerance``.
+    """
 
     exactness: str
     min_rows: int
@@ -51,12 +55,18 @@ def probe_rows(engine: Engine, tiers: Sequence[int], seed: int = 0) -> RowProbe:
             f"logits of a row change by up to {difference:.3g} when the other rows of the pass change, so no "
             "speculation over this graph can be lossless; export with another --precision"
         )
-    by_width[len(text)] = engine.plan(len(text), _POSITIONS).run(text[None], start)[0].copy()
+    # The last of them only, as many as a pass of fixed shape gives.
+    last = min(_POSITIONS, widest)
+    prefilled = engine.plan(len(text), last).run(text[None], start)[0, -last:].copy()
     # One-row passes may use other kernels; what matters is the fewest rows from which on all passes agree.
     exact = {width for width, logits in by_width.items() if np.array_equal(logits, first)}
     for min_rows in (1, 2):
-        if all(width in exact for width in by_width if width >= min_rows):
+        if np.array_equal(prefilled, first[-last:]) and all(width in exact for width in by_width if width >= min_rows):
             return RowProbe("bitwise", min_rows)
+    engine.plan(context, 1).run(text[None, :context], start)  # the prefill of all of it has written the positions anew
+    fixed = (_logits_by(engine, text, widest, rng, valid=valid) for valid in range(1, widest + 1))
+    if all(np.array_equal(logits, first) for logits in fixed):
+        return RowProbe("fixed-rows", widest)
     return RowProbe("tolerance", 1)
 
 

@@ -21,6 +21,7 @@ LOWERINGS = ("fused", "standard")
 
 
 class Lowering(Protocol):
+    name: str
     opset: int
 
     def begin(self) -> None:
@@ -49,6 +50,7 @@ class FusedLowering:
     beside it, it takes the many-row kernel. There, too, each sequence of a batch has its own number of rows.
     """
 
+    name = "fused"
     opset = 21
     head_dim_multiple = 16  # of the CPU kernel with rotary positions
 
@@ -129,6 +131,7 @@ class FusedLowering:
 
 
 class StandardLowering:
+    name = "standard"
     opset = 24
 
     def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int) -> None:

@@ -12,9 +12,9 @@ from outrider.engines.engine import Engine
 from outrider.engines.errors import OutriderError
 
 # Largest mean Kullback-Leibler divergence (nats) of the engine's next-token law from that of the weights as stored, and
-# for float weights the largest difference of a logit. Products with blocks round their inputs to int8.
-_KL_LIMITS = {"fp32": 1e-6, "fp16": 1e-2, "int8": 0.1, "int4": 0.1}
-_LOGIT_LIMITS = {"fp32": 1e-2, "fp16": 0.5}
+# for float products the largest difference of a logit. Products with blocks round their inputs to int8.
+_KL_LIMITS = {"fp32": 1e-6, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.1, "int4": 0.1}
+_LOGIT_LIMITS = {"fp32": 1e-2, "fp16": 0.5, "bf16": 0.5}
 
 
 def check_engine(
@@ -41,9 +41,11 @@ def check_engine(
     tokens = np.asarray(ids, np.int64)
     rows = max(2, len(tokens))
     found = engine.plan(rows, rows).run(tokens[None], np.zeros(1, np.int32))[0].copy()
-    kl, limit = _kl(stored, found), _KL_LIMITS[precision]
+    # What expands its weights to float16 to multiply is as near to them as a float16 graph.
+    products = "fp16" if engine.info.cache_dtype == "float16" else precision
+    kl, limit = _kl(stored, found), _KL_LIMITS[products]
     difference = float(np.abs(stored - found).max())
-    if not (kl <= limit and difference <= _LOGIT_LIMITS.get(precision, np.inf)):
+    if not (kl <= limit and difference <= _LOGIT_LIMITS.get(products, np.inf)):
         raise OutriderError(
             f"the {precision} engine is not the model in {source}: logits differ by up to {difference:.3g}, "
             f"KL {kl:.3g} nats (limit {limit:g}); no bundle was written"

@@ -27,7 +27,17 @@ from outrider.engines.errors import OutriderError
 from outrider.export.attention import FusedLowering, Lowering, StandardLowering
 from outrider.export.checkpoint import Checkpoint, read_all, read_rows
 from outrider.export.graph import GraphBuilder
-from outrider.export.quantize import BITS, BLOCK_SIZE, Matrix, store_matrix
+from outrider.export.quantize import (
+    BITS,
+    BLOCK_SIZE,
+    PRECISIONS_OF,
+    Matrix,
+    Table,
+    embeds_apart,
+    float_type,
+    store_matrix,
+    store_table,
+)
 from outrider.export.spec import DecoderSpec
 
 Progress = Callable[[str], None]
@@ -53,21 +63,17 @@ def build_decoder(
     Raises:
         OutriderError: a lowering that cannot express the precision, or a size that its operators do not take.
     """
-    float_dtype = np.dtype(np.float16 if precision == "fp16" else np.float32)
-    blocks = precision in BITS
-    if lowering == "standard" and blocks:
-        raise OutriderError(f"--lowering standard has no {precision} yet; use fp32 or fp16, or --lowering fused")
-    if blocks and spec.hidden_size % BLOCK_SIZE:
-        raise OutriderError(
-            f"{checkpoint.path}: hidden_size is {spec.hidden_size}, and {precision} needs a multiple of {BLOCK_SIZE}; "
-            "use fp32 or fp16"
-        )
+    if precision not in PRECISIONS_OF[lowering]:
+        others, last = PRECISIONS_OF[lowering][:-1], PRECISIONS_OF[lowering][-1]
+        raise OutriderError(f"--lowering {lowering} has no {precision}; use {', '.join(others)} or {last}")
+    if precision in BITS:
+        _check_blocks(spec, checkpoint, lowering, precision)
     if lowering == "fused" and spec.head_dim % FusedLowering.head_dim_multiple:
         raise OutriderError(
             f"{checkpoint.path}: head_dim is {spec.head_dim}, and --lowering fused needs a multiple of "
             f"{FusedLowering.head_dim_multiple}; use --lowering standard"
         )
-    graph = GraphBuilder(weights, float_dtype)
+    graph = GraphBuilder(weights, np.dtype(float_type(lowering, precision)))
     lowered: Lowering
     if lowering == "fused":
         # fp16 is for GPUs: their attention kernel has no ragged form yet, and fixed plans settle the rows there.
@@ -75,6 +81,19 @@ def build_decoder(
     else:
         lowered = StandardLowering(graph, spec, capacity)
     return _Decoder(graph, spec, checkpoint, lowered, precision, capacity, progress).build()
+
+
+def _check_blocks(spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str) -> None:
+    """Raises OutriderError when the inputs of a matrix cannot be cut into blocks."""
+    widths = {"hidden_size": spec.hidden_size}
+    if lowering == "standard":  # the fused operators pad the last block
+        widths |= {"heads * head_dim": spec.num_heads * spec.head_dim, "intermediate_size": spec.intermediate_size}
+    for name, width in widths.items():
+        if width % BLOCK_SIZE:
+            raise OutriderError(
+                f"{checkpoint.path}: {name} is {width}, and {precision} needs a multiple of {BLOCK_SIZE}; "
+                "use fp32 or fp16"
+            )
 
 
 class _Decoder:
@@ -100,7 +119,7 @@ class _Decoder:
         graph, spec, lower = self.graph, self.spec, self.lowering
         self._declare()
         lower.begin()
-        embedding = self._vocab_matrix(spec.embedding)
+        embedding = self._embedding()
         residual = embedding.gather("input_ids", "embedded")
         self.progress("embedding")
         x = lower.norm(residual, self._vector(spec.stem("attention_norm", 0)), "layer.0.attention_norm")
@@ -116,7 +135,8 @@ class _Decoder:
         rows = graph.node("Unsqueeze", ["logit_rows", graph.constant("minus_one", [-1])], "logit_rows.index")
         wanted = graph.node("GatherND", [hidden, rows], "hidden.wanted", batch_dims=1)
         normed = lower.norm(wanted, self._vector(spec.final_norm), "final_norm")
-        head = embedding if spec.tied else self._vocab_matrix(spec.head)
+        apart = embeds_apart(lower.name, self.precision)
+        head = embedding if spec.tied and not apart else self._head()
         if graph.float_dtype == np.float32:
             head.matmul(normed, "logits")
         else:
@@ -162,7 +182,8 @@ class _Decoder:
         slabs = chain.from_iterable(
             read_rows(self.checkpoint, f"{stem}.weight", shape[0]) for stem, shape in zip(stems, shapes, strict=True)
         )
-        matrix = store_matrix(self.graph, f"{name}.weight", (outputs, inputs), slabs, self.precision)
+        shape, how = (outputs, inputs), (self.lowering.name, self.precision)
+        matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how)
         return matrix.matmul(x, name, self._bias(stems, shapes, name))
 
     def _bias(self, stems: list[str], shapes: list[tuple[int, int]], name: str) -> str | None:
@@ -175,10 +196,15 @@ class _Decoder:
         ]
         return self._store_vector(f"{name}.bias", np.concatenate(parts))
 
-    def _vocab_matrix(self, stem: str) -> Matrix:
+    def _embedding(self) -> Table:
+        return store_table(self.graph, *self._vocab_matrix(self.spec.embedding), self.lowering.name, self.precision)
+
+    def _head(self) -> Matrix:
+        return store_matrix(self.graph, *self._vocab_matrix(self.spec.head), self.lowering.name, self.precision)
+
+    def _vocab_matrix(self, stem: str) -> tuple[str, tuple[int, int], Iterator[NDArray[np.float32]]]:
         shape = (self.spec.vocab_size, self.spec.hidden_size)
-        slabs: Iterator[NDArray[np.float32]] = read_rows(self.checkpoint, f"{stem}.weight", shape[0])
-        return store_matrix(self.graph, f"{stem}.weight", shape, slabs, self.precision)
+        return f"{stem}.weight", shape, read_rows(self.checkpoint, f"{stem}.weight", shape[0])
 
     def _vector(self, stem: str) -> str:
         return self._store_vector(f"{stem}.weight", read_all(self.checkpoint, f"{stem}.weight"))

@@ -10,8 +10,17 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from outrider.engines.bundle import CHAT_TEMPLATE, TOKENIZER, WEIGHTS, Manifest, ModelInfo, new_bundle, write_manifest
-from outrider.engines.engine import PREFILL_CHUNK
+from outrider.engines.bundle import (
+    CHAT_TEMPLATE,
+    RESIDENT,
+    TOKENIZER,
+    WEIGHTS,
+    Manifest,
+    ModelInfo,
+    new_bundle,
+    write_manifest,
+)
+from outrider.engines.engine import PREFILL_CHUNK, noise_slots
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import probe_rows
@@ -21,10 +30,12 @@ from outrider.export.check import check_engine
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.decoder import build_decoder
 from outrider.export.graph import save_model
+from outrider.export.heads import with_heads
 from outrider.export.pair import check_pair, vocabulary
-from outrider.export.quantize import BITS, PRECISIONS, StoredCheckpoint
+from outrider.export.quantize import PRECISIONS, as_stored, float_type
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
+from outrider.export.widen import widened_engine
 
 _CHECK_TEXT = "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon for the first time."
 _CHECK_TOKENS = 32
@@ -124,13 +135,17 @@ class _ModelJob:
         ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
         # Before the engine is loaded, so that only one of the two needs memory.
         expected = stored = reference_logits(self.spec, self.checkpoint, np.array(ids))
-        if self.options.precision in BITS:
-            stored = reference_logits(
-                self.spec, StoredCheckpoint(self.checkpoint, self.options.precision), np.array(ids)
-            )
-        engine = OrtEngine(work / info.graph, info, threads=self.threads)
+        spec, rounded = as_stored(self.spec, self.checkpoint, info.lowering, info.precision)
+        if rounded is not self.checkpoint:
+            stored = reference_logits(spec, rounded, np.array(ids))
+        runs_here = info.cache_dtype != "bfloat16"
+        open_engine = OrtEngine if runs_here else widened_engine
+        engine = open_engine(work / info.graph, info, threads=self.threads)
         check = check_engine(engine, ids, expected, stored, self.options.precision, self.checkpoint.path)
         self.steps.step(f"{self.role}: compared with the checkpoint")
+        if not runs_here:
+            self.steps.step(f"{self.role}: no row probe")
+            return replace(info, check=check, exactness="unprobed")
         probe = probe_rows(engine, self.options.tiers)
         self.steps.step(f"{self.role}: row probe")
         return replace(info, check=check, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
@@ -155,6 +170,7 @@ class _ModelJob:
                 progress=lambda part: self.steps.step(f"{self.role}: {part}"),
             )
         save_model(model, work / self.role / "model.onnx")
+        save_model(with_heads(model, noise_slots(options.tiers)), work / self.role / RESIDENT)
         return ModelInfo(
             graph=f"{self.role}/model.onnx",
             architecture=spec.architecture,
@@ -165,7 +181,7 @@ class _ModelJob:
             head_dim=spec.head_dim,
             vocab_size=spec.vocab_size,
             capacity=capacity,
-            cache_dtype="float16" if options.precision == "fp16" else "float32",
+            cache_dtype=float_type(options.lowering, options.precision),
             min_rows=1,
             exactness="tolerance",
             device="",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -61,12 +62,14 @@ class GraphBuilder:
         return name
 
     def weight(self, name: str, dtype: Any, shape: Sequence[int], slabs: Iterable[NDArray[Any]]) -> str:
-        """A large constant, appended to the weights file slab by slab along the first axis."""
+        """A large constant, appended to the weights file slab by slab along the first axis; int4 comes packed."""
         self._pad()
         offset = self._weights.tell()
+        packed = np.dtype(dtype) == ml_dtypes.int4
         for slab in slabs:
-            self._weights.write(np.ascontiguousarray(slab, dtype=dtype).data)
-        written, needed = self._weights.tell() - offset, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            self._weights.write(np.ascontiguousarray(slab, dtype=np.uint8 if packed else dtype).view(np.uint8).data)
+        size = int(np.prod(shape, dtype=np.int64))
+        written, needed = self._weights.tell() - offset, size // 2 if packed else size * np.dtype(dtype).itemsize
         assert written == needed, f"{name}: {written} bytes written, {needed} needed"
         self._initializers[name] = _external_tensor(name, dtype, shape, offset, written)
         return name

@@ -1,23 +1,29 @@
 """Weight formats: how a matrix is stored, and the operator that multiplies by it or looks rows up in it.
 
 All matrices keep the checkpoint's layout ``[outputs, inputs]``, so that each is written in one pass over its rows and a
-tied embedding and head are the same bytes.
+tied embedding and head are the same bytes (but see ``embeds_apart``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles
 from outrider.export.graph import CONTRIB, GraphBuilder
+from outrider.export.spec import DecoderSpec
 
-PRECISIONS = ("fp32", "fp16", "int8", "int4")
+PRECISIONS_OF = {"fused": ("fp32", "fp16", "int8", "int4"), "standard": ("fp32", "fp16", "bf16", "fp8", "int4")}
+PRECISIONS = tuple(dict.fromkeys(PRECISIONS_OF["fused"] + PRECISIONS_OF["standard"]))
 BITS = {"int8": 8, "int4": 4}  # of the precisions that are stored in blocks
 BLOCK_SIZE = 32
+_LARGEST_FP8 = 448
+_APART = "apart:"  # before the name of the embedding, where the reference shall read it as ``embeds_apart`` says
 _ACCURACY_INT8 = 4  # MatMulNBits: activations are quantized to int8 per block of a row, so rows stay independent
 
 
@@ -28,23 +34,24 @@ class Matrix(Protocol):
         """``x @ matrix.T (+ bias)`` -> ``[..., outputs]``."""
         ...
 
+
+class Table(Matrix, Protocol):
+    """A stored matrix whose rows can be looked up as well."""
+
     def gather(self, ids: str, name: str) -> str:
         """Rows of the matrix -> ``[..., inputs]``."""
         ...
 
 
 class FloatMatrix:
-    """fp32 or fp16, as stored in the checkpoint."""
+    """In the dtype of the activations."""
 
     def __init__(self, graph: GraphBuilder, name: str, shape: tuple[int, int], slabs: Iterable[NDArray[np.float32]]):
         self._graph = graph
         self._weight = graph.weight(name, graph.float_dtype, shape, slabs)
 
     def matmul(self, x: str, name: str, bias: str | None = None) -> str:
-        # Engines fold the transposition of a constant into their own packing.
-        transposed = self._graph.node("Transpose", [self._weight], f"{name}.transposed", perm=[1, 0])
-        product = self._graph.node("MatMul", [x, transposed], name if bias is None else f"{name}.product")
-        return product if bias is None else self._graph.node("Add", [product, bias], name)
+        return _product(self._graph, x, self._weight, name, bias)
 
     def gather(self, ids: str, name: str) -> str:
         return self._graph.node("Gather", [self._weight, ids], name, axis=0)
@@ -94,6 +101,44 @@ class BlockMatrix:
         )
 
 
+class DequantizedMatrix:
+    """int4 in blocks, or fp8 with one scale an output: symmetric, and expanded where it is multiplied."""
+
+    def __init__(
+        self,
+        graph: GraphBuilder,
+        name: str,
+        shape: tuple[int, int],
+        slabs: Iterable[NDArray[np.float32]],
+        precision: str,
+    ):
+        self._graph = graph
+        scales: list[NDArray[Any]] = []
+        if precision == "int4":
+            self._attributes: dict[str, Any] = {"axis": 1, "block_size": BLOCK_SIZE}
+            # Blocks hold 0 to 15 around 8: with the high bit of each half flipped, they are signed.
+            values = (packed ^ np.uint8(0x88) for packed in _packed(slabs, BITS[precision], scales))
+            self._weight = graph.weight(f"{name}.int4", ml_dtypes.int4, shape, values)
+            scales_shape: tuple[int, ...] = (shape[0], shape[1] // BLOCK_SIZE)
+        else:
+            self._attributes = {"axis": 0}
+            self._weight = graph.weight(f"{name}.fp8", ml_dtypes.float8_e4m3fn, shape, _fp8(slabs, scales))
+            scales_shape = shape[:1]
+        self._scales = graph.weight(f"{name}.scales", graph.float_dtype, scales_shape, scales)
+
+    def matmul(self, x: str, name: str, bias: str | None = None) -> str:
+        inputs = [self._weight, self._scales]
+        expanded = self._graph.node("DequantizeLinear", inputs, f"{name}.expanded", **self._attributes)
+        return _product(self._graph, x, expanded, name, bias)
+
+
+def _product(graph: GraphBuilder, x: str, weight: str, name: str, bias: str | None) -> str:
+    # Engines fold the transposition of a constant into their own packing.
+    transposed = graph.node("Transpose", [weight], f"{name}.transposed", perm=[1, 0])
+    product = graph.node("MatMul", [x, transposed], name if bias is None else f"{name}.product")
+    return product if bias is None else graph.node("Add", [product, bias], name)
+
+
 def dequantize_blocks(
     packed: NDArray[np.uint8], scales: NDArray[np.float32], bits: int, inputs: int
 ) -> NDArray[np.float32]:
@@ -104,13 +149,13 @@ def dequantize_blocks(
 
 
 class StoredCheckpoint:
-    """A checkpoint as it comes back from a precision's storage: matrices rounded to blocks, all else as it was."""
+    """A checkpoint as it comes back from a precision's storage: what is rounded is rounded, all else as it was."""
 
     def __init__(self, checkpoint: Checkpoint, precision: str) -> None:
         self.path = checkpoint.path
         self.config = checkpoint.config
         self._checkpoint = checkpoint
-        self._bits = BITS[precision]
+        self._precision = precision
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._checkpoint.shape(name)
@@ -119,19 +164,67 @@ class StoredCheckpoint:
         return self._checkpoint.tokenizer()
 
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        rows = self._checkpoint.read(name, start, stop)
-        if rows.ndim == 1:
+        rows = self._checkpoint.read(name.removeprefix(_APART), start, stop)
+        if self._precision == "bf16":
+            return rows.astype(ml_dtypes.bfloat16).astype(np.float32)
+        if rows.ndim == 1 or name.startswith(_APART):
             return rows
-        return dequantize_blocks(*quantize_blocks(rows, self._bits), self._bits, rows.shape[1])
+        if self._precision == "fp8":
+            values, scales = quantize_fp8(rows)
+            return values.astype(np.float32) * scales[:, None].astype(np.float32)
+        bits = BITS[self._precision]
+        return dequantize_blocks(*quantize_blocks(rows, bits), bits, rows.shape[1])
+
+
+def as_stored(
+    spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str
+) -> tuple[DecoderSpec, Checkpoint]:
+    """The model that an exact engine would be, for ``reference_logits``: the very arguments where little is rounded."""
+    if precision in ("fp32", "fp16"):
+        return spec, checkpoint
+    if embeds_apart(lowering, precision):
+        spec = replace(spec, embedding=_APART + spec.embedding)
+    return spec, StoredCheckpoint(checkpoint, precision)
+
+
+def float_type(lowering: str, precision: str) -> str:
+    """The dtype of activations and caches."""
+    if precision == "bf16":
+        return "bfloat16"
+    return "float16" if precision == "fp16" or embeds_apart(lowering, precision) else "float32"
+
+
+def embeds_apart(lowering: str, precision: str) -> bool:
+    """Whether the embedding is stored in float beside the quantized matrices: TensorRT looks up no quantized rows."""
+    return lowering == "standard" and precision in ("fp8", "int4")
 
 
 def store_matrix(
-    graph: GraphBuilder, name: str, shape: tuple[int, int], slabs: Iterable[NDArray[np.float32]], precision: str
+    graph: GraphBuilder,
+    name: str,
+    shape: tuple[int, int],
+    slabs: Iterable[NDArray[np.float32]],
+    lowering: str,
+    precision: str,
 ) -> Matrix:
-    """Write a matrix to the weights file in ``precision`` (one of ``PRECISIONS``)."""
-    if precision not in BITS:
-        return FloatMatrix(graph, name, shape, slabs)
-    return BlockMatrix(graph, name, shape, slabs, BITS[precision])
+    """Write a matrix to the weights file in ``precision``, one of ``PRECISIONS_OF[lowering]``."""
+    if embeds_apart(lowering, precision):
+        return DequantizedMatrix(graph, name, shape, slabs, precision)
+    return store_table(graph, name, shape, slabs, lowering, precision)
+
+
+def store_table(
+    graph: GraphBuilder,
+    name: str,
+    shape: tuple[int, int],
+    slabs: Iterable[NDArray[np.float32]],
+    lowering: str,
+    precision: str,
+) -> Table:
+    """As ``store_matrix``, for an embedding."""
+    if precision in BITS and not embeds_apart(lowering, precision):
+        return BlockMatrix(graph, name, shape, slabs, BITS[precision])
+    return FloatMatrix(graph, name, shape, slabs)
 
 
 def quantize_blocks(rows: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
@@ -150,3 +243,19 @@ def _packed(slabs: Iterable[NDArray[np.float32]], bits: int, scales: list[NDArra
         packed, slab_scales = quantize_blocks(slab, bits)
         scales.append(slab_scales)
         yield packed
+
+
+def quantize_fp8(rows: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float16]]:
+    """Symmetric round-to-nearest: ``[n, k]`` -> float8_e4m3fn ``[n, k]``, positive scales ``[n]``."""
+    largest = np.abs(rows).max(axis=1) / _LARGEST_FP8
+    scales = np.maximum(largest.astype(np.float16), np.finfo(np.float16).smallest_subnormal)
+    # A scale that was rounded down puts the largest value of its row a little beyond the range, which would be NaN.
+    values = np.clip(rows / scales[:, None].astype(np.float32), -_LARGEST_FP8, _LARGEST_FP8)
+    return values.astype(ml_dtypes.float8_e4m3fn), scales
+
+
+def _fp8(slabs: Iterable[NDArray[np.float32]], scales: list[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    for slab in slabs:
+        values, slab_scales = quantize_fp8(slab)
+        scales.append(slab_scales)
+        yield values

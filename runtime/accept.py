@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.runtime.choose import Chooser
+from outrider.runtime.choose import Chooser, Row
 from outrider.runtime.commit import Origin
 from outrider.runtime.sampling.filters import Distribution
 from outrider.runtime.sampling.noise import Stream
-
-Logits = NDArray[np.float32]
 
 
 class Draft(NamedTuple):
@@ -35,28 +33,28 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A token to commit, and the row of the verify pass, float32 ``[V]``, that decided it."""
+    """A token to commit, and the row of the verify pass that decided it."""
 
     token: int
     origin: Origin
-    logits: Logits
+    logits: Row
 
 
 class AcceptanceRule(Protocol):
     """How draft tokens are drawn and judged. One object a request; ``accept`` is called once a round."""
 
-    def draft(self, chooser: Chooser, logits: Logits) -> Draft:
+    def draft(self, chooser: Chooser, logits: Row) -> Draft:
         """Draw the draft token behind the chooser's history from the draft model's logits ``[V]``."""
         ...
 
-    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Sequence[Row]) -> Iterator[Verdict]:
         """The tokens of a round, in order: accepted drafts, then the target's own token.
 
         Each is to be pushed to the chooser's history before the next is asked for.
 
         Args:
             drafts: K proposals.
-            rows: float32 ``[K + 1, V]``, row i the target's logits given the drafts before it.
+            rows: K + 1, row i of the target's logits given the drafts before it.
         """
         ...
 
@@ -64,10 +62,10 @@ class AcceptanceRule(Protocol):
 class ExactRule:
     """A draft token stands while it is the token that the target chooses at its position."""
 
-    def draft(self, chooser: Chooser, logits: Logits) -> Draft:
+    def draft(self, chooser: Chooser, logits: Row) -> Draft:
         return Draft(chooser.choose(logits))
 
-    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Sequence[Row]) -> Iterator[Verdict]:
         for draft, row in zip(drafts, rows, strict=False):
             token = chooser.choose(row)
             if token != draft.token:
@@ -83,7 +81,7 @@ class _SamplingRule:
     def __init__(self) -> None:
         self._round = 0
 
-    def draft(self, chooser: Chooser, logits: Logits) -> Draft:
+    def draft(self, chooser: Chooser, logits: Row) -> Draft:
         law = chooser.distribution(logits)
         return Draft(chooser.draw(law, Stream.DRAFT, self._round), law)
 
@@ -91,7 +89,7 @@ class _SamplingRule:
 class _TokenByTokenRule(_SamplingRule):
     """Drafts judged one after the other, up to the first that does not stand."""
 
-    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Sequence[Row]) -> Iterator[Verdict]:
         for draft, row in zip(drafts, rows, strict=False):
             target = chooser.distribution(row)
             if not self._stands(chooser, draft, target):
@@ -123,7 +121,7 @@ class ResidualRule(_TokenByTokenRule):
 class BlockRule(_SamplingRule):
     """Block verification (Sun et al., arXiv 2403.10444): the drafts are judged together, never fewer stand."""
 
-    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Iterator[Verdict]:
+    def accept(self, chooser: Chooser, drafts: Sequence[Draft], rows: Sequence[Row]) -> Iterator[Verdict]:
         history, start = chooser.history, len(chooser.history)
         targets: list[Distribution] = []
         numbers: list[float] = []
@@ -241,7 +239,7 @@ def block_thresholds(
     return thresholds, scales
 
 
-def _last(chooser: Chooser, drafts: Sequence[Draft], rows: Logits) -> Verdict:
+def _last(chooser: Chooser, drafts: Sequence[Draft], rows: Sequence[Row]) -> Verdict:
     """The target's token behind drafts that all stand, or where there were none."""
     row = rows[len(drafts)]
     return Verdict(chooser.choose(row), Origin.BONUS if drafts else Origin.PLAIN, row)

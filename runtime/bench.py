@@ -15,10 +15,8 @@ import numpy as np
 from outrider.engines.engine import Engine
 from outrider.engines.errors import OutriderError
 from outrider.runtime.commit import Output
-from outrider.runtime.decode import decode
 from outrider.runtime.generate import Pipeline
 from outrider.runtime.sampling.options import SamplingOptions
-from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
 
 _CONTEXT = 128
@@ -227,10 +225,7 @@ def _decode_once(
     pipeline: Pipeline, arm: Arm, ids: list[int], options: SamplingOptions, acceptance: str
 ) -> tuple[Output, DecodeStats]:
     pipeline.clear_caches()  # every arm pays its own prefills
-    model = pipeline.target
-    if arm.name == "plain":
-        model = CachedModel(pipeline.target_engine, model.min_rows, exact=False)
     request = pipeline.new_request(ids, options, acceptance)
-    for _ in decode(model, pipeline.drafter(arm.drafter), arm.k, request):
+    for _ in pipeline.decode(request, arm.drafter, arm.k, exact=arm.name != "plain"):
         pass
     return request.output, request.stats

@@ -17,6 +17,7 @@ from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.sampling.processors import Processors
 
 Logits = NDArray[np.float32]
+Row = Logits | np.int64  # float32 [V], or the token that a graph with heads chose from them
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,30 @@ class Chooser:
         self._row: Logits = np.empty(vocab_size, np.float32)
         self._shifted: Logits = np.empty(vocab_size, np.float32)
 
-    def choose(self, logits: Logits) -> int:
-        """The token for float32 ``logits [V]``; of equally good ones the smallest id.
+    @property
+    def processing(self) -> bool:
+        """Whether anything changes logits before the filters."""
+        return self._processors.active
+
+    def choose(self, row: Row) -> int:
+        """The token for a row of float32 logits ``[V]``; of equally good ones the smallest id.
 
         Raises:
             OutriderError: the logits are no numbers, or no token is allowed.
         """
+        if isinstance(row, np.int64):
+            return int(row)
         start = perf_counter()
         if self.options.greedy:
-            token, _ = self._best(self._processed(logits))
+            token, _ = self._best(self._processed(row))
         else:
-            token = self._draw(self._distribution(logits), Stream.TARGET, 0)
+            token = self._draw(self._distribution(row), Stream.TARGET, 0)
         self.seconds += perf_counter() - start
         return token
 
-    def distribution(self, logits: Logits) -> Distribution:
+    def distribution(self, logits: Row) -> Distribution:
         """What ``choose`` draws from; one token when greedy."""
+        assert not isinstance(logits, np.int64)  # rules that ask for it decide on the host
         start = perf_counter()
         distribution = self._distribution(logits)
         self.seconds += perf_counter() - start
@@ -82,9 +91,9 @@ class Chooser:
         """A number in (0, 1) for this position."""
         return uniform(stream_key(self.seed, len(self.history), stream, round_number))
 
-    def logprobs(self, logits: Logits, token: int) -> TokenLogprobs | None:
+    def logprobs(self, logits: Row, token: int) -> TokenLogprobs | None:
         """Of ``token`` and the most likely ones at this row, as the options ask; None if they do not."""
-        if self.options.logprobs is None:
+        if self.options.logprobs is None or isinstance(logits, np.int64):
             return None
         start = perf_counter()
         if self.options.logprobs_mode == "raw":

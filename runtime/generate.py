@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
-from outrider.engines.bundle import TOKENIZER, Bundle, ModelInfo
-from outrider.engines.engine import row_counts
+from outrider.engines.bundle import TOKENIZER, Bundle
+from outrider.engines.engine import Engine
 from outrider.engines.errors import OutriderError
-from outrider.engines.ort import OrtEngine
+from outrider.engines.open import Opener
+from outrider.engines.plan import BoundEngine
 from outrider.engines.probe import probe_rows
+from outrider.engines.round import DeviceRound
 from outrider.runtime.accept import acceptance_rule
 from outrider.runtime.choose import Chooser
 from outrider.runtime.commit import Output
-from outrider.runtime.decode import Request
+from outrider.runtime.decode import Request, decode
 from outrider.runtime.drafters import Drafter, NoDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.generation import Generation, GenerationResult, Speculation
+from outrider.runtime.resident import ResidentLaw, ResidentModel, ResidentPair, can_stay
 from outrider.runtime.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sampling.options import SamplingOptions, is_int
@@ -32,17 +35,23 @@ DRAFTERS = ("model", "ngram", "none")
 
 
 class Pipeline:
-    """A loaded bundle. It holds the caches of one sequence: a new request takes them over from the last."""
+    """A loaded bundle. It holds the caches of one sequence: a new request takes them over from the last.
 
-    def __init__(self, bundle: Bundle, *, threads: int | None = None, provider: str = "cpu") -> None:
+    Args:
+        target: the engine of the bundle's target.
+        draft: that of its draft, on the same device or another; None for a bundle without.
+    """
+
+    def __init__(self, bundle: Bundle, target: Engine, draft: Engine | None) -> None:
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.codec = TextCodec(bundle)
-        self.target_engine = self._open(self.manifest.target, threads, provider)
-        self.draft_engine = self._open(self.manifest.draft, threads, provider) if self.manifest.draft else None
+        self.target_engine = target
+        self.draft_engine = draft
         self.exactness, min_rows = self._probe_rows()
-        self.target = CachedModel(self.target_engine, min_rows)
-        self.draft = CachedModel(self.draft_engine, self.draft_engine.info.min_rows) if self.draft_engine else None
+        self.target = CachedModel(target, min_rows)
+        self.draft = CachedModel(draft, draft.info.min_rows if draft.heads is None else 1) if draft else None
+        self._rounds: dict[int, DeviceRound] = {}
         self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
         if self.draft is not None:
             self._drafters["model"] = ModelDrafter(self.draft)
@@ -51,17 +60,29 @@ class Pipeline:
         self.owner: Generation | None = None
 
     @classmethod
-    def load(cls, folder: str | Path, *, threads: int | None = None, provider: str = "cpu") -> Pipeline:
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        threads: int | None = None,
+        provider: str = "cpu",
+        draft_provider: str | None = None,
+    ) -> Pipeline:
         """Open a bundle.
 
         Args:
             threads: of each engine; by default all processors this process may use.
-            provider: ``cpu`` or ``cuda``.
+            provider: one of ``engines.open.PROVIDERS``.
+            draft_provider: the draft model's, by default the same.
 
         Raises:
             OutriderError: the bundle is not whole, or its engine cannot run here.
         """
-        return cls(Bundle(folder), threads=threads, provider=provider)
+        bundle = Bundle(folder)
+        opener = Opener(bundle, threads)
+        target = opener.open("target", provider)
+        draft = opener.open("draft", draft_provider or provider) if bundle.manifest.draft else None
+        return cls(bundle, target, draft)
 
     def generate(
         self,
@@ -131,6 +152,23 @@ class Pipeline:
         chooser = Chooser(options, history, seed, vocab_size)
         return Request(history, chooser, acceptance_rule(acceptance), output, DecodeStats(len(prompt)))
 
+    def decode(self, request: Request, drafter: str, k: int, *, exact: bool = True) -> Iterator[int]:
+        """The tokens of a request as they are committed; what the device can decide is decided there.
+
+        Args:
+            drafter: one of ``DRAFTERS``.
+            exact: False for passes at their fastest, whatever their bits.
+        """
+        target = self.target if exact else CachedModel(self.target_engine, self.target.min_rows, exact=False)
+        heads = self.target_engine.heads
+        if heads is None or not can_stay(request.chooser, request.rule):
+            return decode(target, self.drafter(drafter), k, request)
+        law = ResidentLaw(heads, request.chooser)
+        if drafter == "model" and k and self.draft is not None and self.draft.engine.heads is heads:
+            pair = ResidentPair(target, self.draft, law, self._device_round(k))
+            return decode(pair.target, pair, k, request)
+        return decode(ResidentModel(target, law), self.drafter(drafter), k, request)
+
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a prompt.
 
@@ -195,9 +233,14 @@ class Pipeline:
             )
         return self._grammars.compile(**options.grammar)
 
-    def _open(self, info: ModelInfo, threads: int | None, provider: str) -> OrtEngine:
-        tiers = () if provider == "cpu" else row_counts(self.manifest.tiers)
-        return OrtEngine(self.bundle.path(info.graph), info, provider=provider, threads=threads, row_tiers=tiers)
+    def _device_round(self, k: int) -> DeviceRound:
+        """Of the smallest tier that holds K drafts; made once and kept."""
+        tier = next(tier for tier in self.manifest.tiers if tier >= k)
+        if tier not in self._rounds:
+            target, draft = self.target_engine, self.draft_engine
+            rows = max(tier + 1, self.target.min_rows)
+            self._rounds[tier] = DeviceRound(cast(BoundEngine, target), cast(BoundEngine, draft), tier, rows)
+        return self._rounds[tier]
 
     def _probe_rows(self) -> tuple[str, int]:
         """The export's probe holds for the machine it ran on; elsewhere kernels may differ, and it runs again."""

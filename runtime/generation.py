@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.engines.errors import OutriderError
 from outrider.runtime.choose import TokenLogprobs
 from outrider.runtime.commit import Origin
-from outrider.runtime.decode import Request, decode
+from outrider.runtime.decode import Request
 from outrider.runtime.stats import DecodeStats
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class Generation:
         pipeline, output = self._pipeline, self._request.output
         if output.finish_reason is not None:
             return
-        drafter = pipeline.drafter(self._speculation.drafter)
-        tokens = decode(pipeline.target, drafter, self._speculation.k, self._request)
+        tokens = pipeline.decode(self._request, self._speculation.drafter, self._speculation.k)
         pipeline.owner = self
         while not self._cancelled and (output.finish_reason is None or self._streamed < len(output.tokens)):
             position = self._streamed

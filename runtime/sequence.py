@@ -8,7 +8,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engines.engine import PREFILL_CHUNK, Engine
+from outrider.engines.engine import PREFILL_CHUNK, Engine, Plan
+from outrider.runtime.choose import Row
 
 
 class CachedModel:
@@ -23,7 +24,7 @@ class CachedModel:
         self.engine = engine
         self.min_rows = min_rows if exact else 1
         self.exact = exact
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # one list for good: others may hold it
         self.passes = 0
         self.seconds = 0.0
         self._lengths = np.zeros(1, np.int32)
@@ -38,13 +39,12 @@ class CachedModel:
         """Tokens that fit: behind them the cache has room for the padding of the widest pass."""
         return self.engine.info.capacity - PREFILL_CHUNK
 
-    def extend(self, tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
-        """Append ``tokens``; logits ``[min(n, logit_rows), V]`` after the last of them, valid until the next call."""
+    def extend(self, tokens: Sequence[int], logit_rows: int) -> Sequence[Row]:
+        """Append ``tokens``; rows of logits after the last ``logit_rows`` of them, valid until the next call."""
         assert logit_rows <= PREFILL_CHUNK, logit_rows
         for start in range(0, len(tokens), PREFILL_CHUNK):
-            logits = self._pass(tokens[start : start + PREFILL_CHUNK], logit_rows)
-        wanted: NDArray[np.float32] = logits[-logit_rows:]
-        return wanted
+            rows = self._pass(tokens[start : start + PREFILL_CHUNK], logit_rows)
+        return rows
 
     def rollback(self, length: int) -> None:
         """Forget all but the first ``length`` tokens: what lies behind them is overwritten, nothing is copied."""
@@ -63,14 +63,19 @@ class CachedModel:
             kept += 1
         self.rollback(kept)
 
-    def _pass(self, tokens: Sequence[int], logit_rows: int) -> NDArray[np.float32]:
-        rows = len(tokens)
-        plan = self.engine.plan(max(rows, self.min_rows), max(min(rows, logit_rows), self.min_rows), self.exact)
+    def _pass(self, tokens: Sequence[int], logit_rows: int) -> Sequence[Row]:
+        count, wanted = len(tokens), min(len(tokens), logit_rows)
+        plan = self.engine.plan(max(count, self.min_rows), max(wanted, self.min_rows), self.exact)
         self._lengths[0] = self.length
         ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
         start = perf_counter()
-        logits: NDArray[np.float32] = plan.run(ids, self._lengths)[0]
+        rows = self._run(plan, ids, wanted)
         self.seconds += perf_counter() - start
         self.passes += 1
         self.tokens += tokens
-        return logits
+        return rows
+
+    def _run(self, plan: Plan, ids: NDArray[np.int64], wanted: int) -> Sequence[Row]:
+        """Rows of the last ``wanted`` of ``ids [1, n]``."""
+        rows: NDArray[np.float32] = plan.run(ids, self._lengths)[0, -wanted:]
+        return rows  # type: ignore[return-value]  # numpy's arrays are sequences in all but name

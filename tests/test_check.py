@@ -16,7 +16,7 @@ from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import decoder_spec
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import open_checkpoint
-from outrider.export.quantize import BITS, PRECISIONS, StoredCheckpoint, dequantize_blocks, quantize_blocks
+from outrider.export.quantize import BITS, PRECISIONS_OF, StoredCheckpoint, dequantize_blocks, quantize_blocks
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 
@@ -46,7 +46,7 @@ def checked(path: Path, workdir: Path, precision: str, spec: DecoderSpec) -> dic
     return check_engine(engine, ids.tolist(), expected, stored, precision, path)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS_OF["fused"])
 def test_the_engine_that_was_written_passes(tiny: Path, workdir: Path, precision: str) -> None:
     check = checked(tiny, workdir, precision, decoder_spec(open_checkpoint(str(tiny))))
     assert check["kl_stored"] < 0.02
@@ -54,7 +54,7 @@ def test_the_engine_that_was_written_passes(tiny: Path, workdir: Path, precision
         assert check["kl"] > 2 * check["kl_stored"]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS_OF["fused"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_model_does_not(tiny: Path, workdir: Path, precision: str, fault: str) -> None:
     spec = FAULTS[fault](decoder_spec(open_checkpoint(str(tiny))))

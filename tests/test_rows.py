@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from outrider.engines.bundle import Bundle, ModelInfo
-from outrider.engines.engine import row_counts
+from outrider.engines.engine import PlanShape, plan_table
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import RowProbe, probe_rows
@@ -184,7 +184,10 @@ def test_fixed_row_tiers_round_up(tiny_bundle: Path) -> None:
     """Where each width is a captured graph, a pass takes the next wider plan, and its padding changes nothing."""
     bundle = Bundle(tiny_bundle)
     info, graph = bundle.manifest.target, bundle.path("target/model.onnx")
-    exact, tiered = OrtEngine(graph, info, threads=2), OrtEngine(graph, info, threads=2, row_tiers=(2, 5, 9))
+    exact, tiered = (
+        OrtEngine(graph, info, threads=2),
+        OrtEngine(graph, info, threads=2, table=[PlanShape(rows, rows) for rows in (2, 5, 9)]),
+    )
     assert tiered.plan(3, 3) is tiered.plan(5, 5)
     ids = np.random.default_rng(1).integers(0, 320, (1, 14))
     start = 0
@@ -198,7 +201,7 @@ def test_a_whole_request_in_fixed_row_tiers(tiny_bundle: Path, tiny_pipeline: Pi
     """As with captured graphs: prefill chunk, verify and plain steps all padded, up to the last position."""
     bundle = Bundle(tiny_bundle)
     info = bundle.manifest.target
-    engine = OrtEngine(bundle.path("target/model.onnx"), info, threads=2, row_tiers=row_counts(bundle.manifest.tiers))
+    engine = OrtEngine(bundle.path("target/model.onnx"), info, threads=2, table=plan_table(bundle.manifest.tiers))
     ids = tiny_pipeline.codec.encode("one two three " * 40)[:60]
     outputs = []
     for model, k in ((tiny_pipeline.target, 0), (CachedModel(engine, 1), 0), (CachedModel(engine, 1), 3)):

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.runtime.accept import Draft
+from outrider.runtime.choose import Row
 from outrider.runtime.sampling.history import History
 
-# Draws a token from a draft model's logits [V], as the acceptance rule wants it drawn.
-Draw = Callable[[NDArray[np.float32]], Draft]
+# Draws a token from a row of a draft model, as the acceptance rule wants it drawn.
+Draw = Callable[[Row], Draft]
 
 
 class Drafter(Protocol):

@@ -17,7 +17,7 @@ from outrider.runtime.sampling.noise import log_uniforms, uniform
 # Nearly all probability lies within such factors of the best token: looked at first, the rest only if need be.
 _HEADS = (1e-3, 1e-6)
 _FEW = 32  # tokens that are drawn among one by one, which is faster than calling numpy 15 times
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
 _BLOCK = 2**14  # tokens that are drawn among at a time: all steps stay in the second-level cache
 
 
@@ -94,7 +94,7 @@ def filtered(
         out: float32 ``[V]`` to work in; the result does not refer to it.
     """
     shifted = np.subtract(logits, np.float32(best), out=out)
-    shifted /= np.float32(min(temperature, _LARGEST))
+    shifted /= np.float32(min(temperature, LARGEST_TEMPERATURE))
     ids: NDArray[np.int64] | None = None
     if 0 < top_k < len(shifted):
         ids = largest(shifted, top_k)

@@ -1,0 +1,7 @@
+"""TensorRT and TensorRT for RTX: engines built ahead of time, one optimization profile a plan."""
+
+from outrider.engines.tensorrt.build import ANY, BuildOptions, build_engine
+from outrider.engines.tensorrt.engine import TensorrtEngine
+from outrider.engines.tensorrt.library import LIBRARIES
+
+__all__ = ["ANY", "LIBRARIES", "BuildOptions", "TensorrtEngine", "build_engine"]
