@@ -12,7 +12,7 @@ import click
 from outrider.cli import options
 from outrider.engines.bundle import Bundle, EngineFile
 from outrider.engines.errors import OutriderError
-from outrider.engines.tensorrt import ANY, LIBRARIES, BuildOptions, build_engine
+from outrider.engines.tensorrt import ANY, LIBRARIES, BuildOptions, build_engine, streams_weights
 
 
 @click.command()
@@ -62,7 +62,7 @@ def describe_engine(engine: EngineFile, size: int) -> str:
         f"{layers.get('ATTENTION_INPUT', 0)} fused attentions",
         f"{engine.aliases} caches updated in place",
         f"{layers.get('DEQUANTIZE', 0)} dequantized matrices" if layers.get("DEQUANTIZE") else "",
-        "weight streaming" if engine.options.get("weight_streaming") == "true" else "",
+        "weight streaming" if streams_weights(engine) else "",
         f"built in {engine.build_seconds:.1f} s: {engine.file}",
     ]
     return "; ".join(part for part in parts if part)

@@ -31,7 +31,7 @@ def inspect(bundle: Path, load: options.Load, as_json: bool) -> None:
         for engine in opened.manifest.engines
     }
     for key, value in facts.items():
-        if isinstance(value, dict) and value and not isinstance(next(iter(value.values())), (int, float)):
+        if isinstance(value, dict) and value and (key == "engines" or isinstance(next(iter(value.values())), dict)):
             for name, entry in value.items():
                 click.echo(f"{key}.{name}: {_inline(entry)}")
         else:

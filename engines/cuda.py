@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 from outrider.engines.memory import Launch, element_of, size_of
 
-_INSTALL = "run `pip install 'outrider[tensorrt]'`"
-
 
 class DeviceMemoryError(OutriderError):
     """The GPU has too little memory."""
@@ -68,7 +66,7 @@ class CudaDriver:
         try:
             from cuda.bindings import runtime
         except ImportError:
-            raise OutriderError(f"cuda-bindings is not installed; {_INSTALL}") from None
+            raise OutriderError("cuda-bindings is not installed; run `pip install cuda-bindings`") from None
         self._cuda = runtime
         status, count = runtime.cudaGetDeviceCount()
         if status == runtime.cudaError_t.cudaErrorInsufficientDriver:

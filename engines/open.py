@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.engines.bundle import Bundle
 from outrider.engines.cuda import CudaDriver, CudaMemory
-from outrider.engines.engine import DRAFT_TABLE, Engine, HeadInputs, noise_slots, plan_table
+from outrider.engines.engine import DRAFT_TABLE, Engine, HeadInputs, PlanShape, noise_slots, plan_table
 from outrider.engines.errors import OutriderError
-from outrider.engines.memory import HostMemory
-from outrider.engines.ort import OrtEngine
+from outrider.engines.ort import OrtEngine, check_available
 from outrider.engines.providers import PROVIDERS as ORT_PROVIDERS
-from outrider.engines.tensorrt import LIBRARIES, TensorrtEngine
+from outrider.engines.providers import cache_key, check_provider, provider_setup
+from outrider.engines.tensorrt import LIBRARIES, TensorrtEngine, check_graph, load_library
 
 PROVIDERS = (*ORT_PROVIDERS, *LIBRARIES)
 
@@ -22,8 +25,7 @@ class Opener:
 
     bundle: Bundle
     threads: int | None = None
-    _memory: CudaMemory | None = None
-    _heads: HeadInputs | None = field(default=None, repr=False)
+    _shared: tuple[CudaMemory, HeadInputs] | None = None
 
     def open(self, role: str, provider: str) -> Engine:
         """The engine of ``target`` or ``draft``.
@@ -31,24 +33,49 @@ class Opener:
         Raises:
             OutriderError: no such provider, or it cannot run this model here.
         """
-        info, tiers = self.bundle.manifest.models[role], self.bundle.manifest.tiers
+        bundle, info = self.bundle, self.bundle.manifest.models[role]
         if provider not in PROVIDERS:
             raise OutriderError(f"unknown provider {provider!r}; choose one of {', '.join(PROVIDERS)}")
         if provider == "cpu":
-            return OrtEngine(self.bundle.path(info.graph), info, memory=HostMemory(), threads=self.threads)
-        if self._memory is None:
-            self._memory = CudaMemory(CudaDriver())
-        if self._heads is None:
-            self._heads = HeadInputs(self._memory, info.vocab_size, noise_slots(tiers))
+            return OrtEngine(bundle.path(info.graph), info, threads=self.threads)
+        # What is missing is said before a GPU is asked for.
         if provider in LIBRARIES:
-            return TensorrtEngine.load(self.bundle, role, provider, self._memory, self._heads)
-        table = plan_table(tiers) if role == "target" else DRAFT_TABLE
+            check_graph(bundle, info)
+            library = load_library(provider)
+            return TensorrtEngine.load(bundle, role, library, *self._gpu())
+        check_provider(provider, info, bundle.path(info.graph))
+        check_available(provider)
+        memory, heads = self._gpu()
+        graph = bundle.path(info.resident_graph)
+        table = plan_table(bundle.manifest.tiers) if role == "target" else DRAFT_TABLE
         return OrtEngine(
-            self.bundle.path(info.resident_graph),
+            graph,
             info,
             provider=provider,
-            memory=self._memory,
+            memory=memory,
             threads=self.threads,
             table=table,
-            heads=self._heads,
+            heads=heads,
+            cache=self._cache(provider, role, table, memory) if provider.startswith("ort-") else None,
         )
+
+    def _cache(self, provider: str, role: str, table: Sequence[PlanShape], memory: CudaMemory) -> Path:
+        """The user's folder of what ONNX Runtime compiles of this model for this GPU."""
+        import onnxruntime as ort
+
+        info = self.bundle.manifest.models[role]
+        options = provider_setup(provider, info, self.bundle.path(info.resident_graph), table).options
+        sha256 = self.bundle.files[info.resident_graph]["sha256"] + self.bundle.files[info.weights]["sha256"]
+        key = cache_key(info, sha256, ort.__version__, memory.driver.name, options)
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "outrider" / f"{provider}-{key}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _gpu(self) -> tuple[CudaMemory, HeadInputs]:
+        if self._shared is None:
+            manifest = self.bundle.manifest
+            memory = CudaMemory(CudaDriver())
+            heads = HeadInputs(memory, manifest.target.vocab_size, noise_slots(manifest.tiers))
+            self._shared = memory, heads
+        return self._shared

@@ -20,7 +20,7 @@ from outrider.engines.errors import OutriderError
 from outrider.engines.huge_pages import huge_pages
 from outrider.engines.memory import Buffer, HostMemory, Launch, Memory
 from outrider.engines.plan import BoundPlan, EngineState
-from outrider.engines.providers import ProviderSetup, provider_setup, run_config
+from outrider.engines.providers import ProviderSetup, provider_package, provider_setup, run_config
 
 
 def default_threads() -> int:
@@ -42,6 +42,7 @@ class OrtEngine:
         memory: where buffers live: the host's for ``cpu``, else a ``CudaMemory``, on whose stream everything runs.
         table: the only shapes to run with (each a captured CUDA graph); empty for any.
         heads: for a graph with heads.
+        cache: folder of what the provider compiles; see ``provider_setup``.
 
     Raises:
         OutriderError: ONNX Runtime or the provider is not installed, or the graph does not load.
@@ -60,6 +61,7 @@ class OrtEngine:
         batch: int = 1,
         table: Sequence[PlanShape] = (),
         heads: HeadInputs | None = None,
+        cache: Path | None = None,
     ) -> None:
         self.info = info
         self.batch = batch
@@ -67,10 +69,10 @@ class OrtEngine:
         self.memory = memory or HostMemory()
         self.heads = heads
         self.threads = threads or default_threads()
+        check_available(provider)
         stream = getattr(self.memory, "stream", None)
-        setup = provider_setup(
-            provider, info, graph, table, batch=batch, stream=None if stream is None else int(stream)
-        )
+        stream = None if stream is None else int(stream)
+        setup = provider_setup(provider, info, graph, table, batch=batch, stream=stream, cache=cache)
         with huge_pages() if provider == "cpu" else nullcontext():
             self.session = _open_session(setup, self.threads)
         self.input_names = frozenset(entry.name for entry in self.session.get_inputs())
@@ -127,6 +129,19 @@ class OrtEngine:
         }
 
 
+def check_available(provider: str) -> None:
+    """Raises OutriderError when ONNX Runtime is not installed, or not with this provider."""
+    name, packages = provider_package(provider)
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        raise OutriderError(f"ONNX Runtime is not installed; run `pip install '{packages}'`") from None
+    if name not in ort.get_available_providers():
+        raise OutriderError(
+            f"this ONNX Runtime has no {name}; run `pip install '{packages}'` in an environment of its own"
+        )
+
+
 def _device(provider: str, threads: int) -> str:
     import onnxruntime as ort
 
@@ -141,14 +156,8 @@ def _device(provider: str, threads: int) -> str:
 
 
 def _open_session(setup: ProviderSetup, threads: int) -> Any:
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        raise OutriderError(f"ONNX Runtime is not installed; run `pip install '{setup.packages}'`") from None
-    if setup.name not in ort.get_available_providers():
-        raise OutriderError(
-            f"this ONNX Runtime has no {setup.name}; run `pip install '{setup.packages}'` in an environment of its own"
-        )
+    import onnxruntime as ort
+
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1

@@ -42,8 +42,7 @@ class ProviderSetup:
     """What a session is opened with.
 
     ``model`` is the file to open: the graph, or what an earlier session compiled of it. ``name`` is ONNX Runtime's own,
-    ``session_config`` holds session config entries, ``free_dimensions`` values of the graph's named dimensions, and
-    ``packages`` says what to install.
+    ``session_config`` holds session config entries, ``free_dimensions`` values of the graph's named dimensions.
     """
 
     name: str
@@ -51,7 +50,6 @@ class ProviderSetup:
     options: dict[str, str]
     session_config: dict[str, str]
     free_dimensions: dict[str, int]
-    packages: str
 
 
 def check_provider(provider: str, info: ModelInfo, graph: Path) -> None:
@@ -61,6 +59,11 @@ def check_provider(provider: str, info: ModelInfo, graph: Path) -> None:
         return
     wanted = f"--precision {' or '.join(precisions)}" + (f" --lowering {lowering}" if lowering else "")
     raise OutriderError(f"{graph} is {info.precision}, {info.lowering}; the {provider} provider runs {wanted}")
+
+
+def provider_package(provider: str) -> tuple[str, str]:
+    """ONNX Runtime's name of a provider, and the extra that installs it."""
+    return _known(provider).name, f"outrider[{'cpu' if provider == 'cpu' else 'cuda'}]"
 
 
 def provider_setup(
@@ -86,7 +89,7 @@ def provider_setup(
     check_provider(provider, info, graph)
     # Target and draft each have a pool: without this, the threads of the idle one spin on the busy one's cores.
     config = {"session.force_spinning_stop": "1"}
-    setup = ProviderSetup(_PROVIDERS[provider].name, graph, {}, config, {}, f"outrider[{provider}]")
+    setup = ProviderSetup(_PROVIDERS[provider].name, graph, {}, config, {})
     if provider == "cpu":
         config["session.disable_quant_qdq"] = "1"  # with it, a dequantized matrix is expanded anew in every pass
         return setup

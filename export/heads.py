@@ -92,7 +92,7 @@ class _Heads:
         return node("GatherND", ["noise", index], "heads.noise", batch_dims=1)
 
     def _count_near(self, score: str, shifted: str, top: str) -> None:
-        """1 where the winner leads by more than the margin and is above the cutoff by more than it.
+        """1 where the winner leads by more than the margin and is above the cutoff by more than it, or the best.
 
         Logits that are no numbers leave nothing above the cutoff, not even the best.
         """
@@ -101,7 +101,8 @@ class _Heads:
         close = node("GreaterOrEqual", [score, node("Sub", [top, margin], "heads.near_top")], "heads.close")
         counts = []
         for kind, op in (("maybe", "Sub"), ("surely", "Add")):
-            bound = node(op, ["cutoff", margin], f"heads.{kind}.cutoff")
+            bound = node(op, ["cutoff", margin], f"heads.{kind}.bound")
+            bound = node("Min", [bound, graph.constant("heads.best_is", 0, np.float32)], f"heads.{kind}.cutoff")
             inside = node("GreaterOrEqual", [shifted, bound], f"heads.{kind}.allowed")
             both = node("And", [close, inside], f"heads.{kind}.near")
             number = node("Cast", [both], f"heads.{kind}.number", to=_FLOAT)

@@ -69,7 +69,7 @@ def test_inspect_json(tiny_bundle: Path) -> None:
     assert (facts["tiers"], facts["max_length"], facts["exactness_here"]) == ([1, 2, 4, 8], 96, "bitwise")
     assert facts["target"]["num_layers"] == 2 and facts["draft"]["num_layers"] == 1
     for role in ("target", "draft"):
-        engine = facts["engines"][role]
+        engine = facts["here"][role]
         assert (engine["threads"], engine["provider"]) == (2, "CPUExecutionProvider")
         assert engine["execution"] == "ORT_SEQUENTIAL"
         assert engine["session.force_spinning_stop"] == "1"
@@ -82,7 +82,7 @@ def test_inspect_json(tiny_bundle: Path) -> None:
 def test_inspect_text(tiny_bundle: Path) -> None:
     lines = dict(line.split(": ", 1) for line in run("inspect", tiny_bundle, "--threads", 2)[0].splitlines())
     assert (lines["tiers"], lines["max_length"], lines["exactness_here"]) == ("1 2 4 8", "96", "bitwise")
-    assert "threads 2, execution ORT_SEQUENTIAL" in lines["engines.target"]
+    assert "threads 2, execution ORT_SEQUENTIAL" in lines["here.target"]
     assert "precision int4" in lines["target"] and "kl " in lines["target"]
     assert "sha256 " in lines["files.target/weights.bin"]
 

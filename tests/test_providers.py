@@ -205,8 +205,8 @@ def test_cache_key_changes_with_each_part() -> None:
 def test_what_each_provider_runs() -> None:
     """Every other precision and lowering is refused in a line that names one that is accepted."""
     accepted = {
-        ("cpu", "fused"): {"fp32", "fp16", "int8", "int4"},
-        ("cpu", "standard"): {"fp32", "fp16", "int8", "int4"},
+        ("cpu", "fused"): {"fp32", "fp16", "int8", "int4", "fp8"},
+        ("cpu", "standard"): {"fp32", "fp16", "int8", "int4", "fp8"},
         ("cuda", "fused"): {"fp16"},
         ("ort-tensorrt", "standard"): {"fp32", "fp16", "bf16", "int4", "fp8"},
         ("ort-tensorrt-rtx", "standard"): {"fp32", "fp16", "bf16", "int4", "fp8"},

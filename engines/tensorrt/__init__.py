@@ -1,7 +1,16 @@
 """TensorRT and TensorRT for RTX: engines built ahead of time, one optimization profile a plan."""
 
-from outrider.engines.tensorrt.build import ANY, BuildOptions, build_engine
+from outrider.engines.tensorrt.build import ANY, BuildOptions, build_engine, check_graph, streams_weights
 from outrider.engines.tensorrt.engine import TensorrtEngine
-from outrider.engines.tensorrt.library import LIBRARIES
+from outrider.engines.tensorrt.library import LIBRARIES, load_library
 
-__all__ = ["ANY", "LIBRARIES", "BuildOptions", "TensorrtEngine", "build_engine"]
+__all__ = [
+    "ANY",
+    "LIBRARIES",
+    "BuildOptions",
+    "TensorrtEngine",
+    "build_engine",
+    "check_graph",
+    "load_library",
+    "streams_weights",
+]

@@ -126,6 +126,11 @@ def engine_key(bundle: Bundle, role: str, library: Library, options: BuildOption
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def streams_weights(engine: EngineFile) -> bool:
+    """Whether weights that do not fit on the device may stay on the host."""
+    return engine.options.get("weight_streaming") == "true"
+
+
 class _Network:
     """The graph as the library's parser reads it, strongly typed: its types are the graph's own.
 
@@ -166,8 +171,9 @@ def _configure(
     config.clear_flag(trt.BuilderFlag.TF32)  # it would round float32 products to 10 bits
     if options.weight_streaming:
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
-    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # of RTX: else its passes cannot be captured
+    elif hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        # Of RTX: passes cannot be captured without it, and weights cannot be streamed with it.
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if capabilities:
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):

@@ -15,8 +15,8 @@ from outrider.engines.engine import HeadInputs, PlanShape, smallest_shape
 from outrider.engines.errors import OutriderError
 from outrider.engines.memory import Buffer, Launch
 from outrider.engines.plan import BoundPlan, EngineState
-from outrider.engines.tensorrt.build import ANY, BuildOptions, engine_key
-from outrider.engines.tensorrt.library import Library, load_library
+from outrider.engines.tensorrt.build import ANY, BuildOptions, engine_key, streams_weights
+from outrider.engines.tensorrt.library import Library
 
 
 class TensorrtEngine:
@@ -27,7 +27,6 @@ class TensorrtEngine:
     """
 
     batch = 1
-    capturable = True
 
     def __init__(
         self,
@@ -45,7 +44,9 @@ class TensorrtEngine:
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
             raise OutriderError(f"{path} does not load: {library.log.take()}")
-        if self._engine.streamable_weights_size:
+        self._streaming = streams_weights(record)
+        self.capturable = not self._streaming
+        if self._streaming:
             self._engine.weight_streaming_budget_v2 = self._engine.get_weight_streaming_automatic_budget()
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         inputs = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
@@ -59,21 +60,18 @@ class TensorrtEngine:
         try:
             self.state = EngineState(info, self.batch, memory)
             what = f"the plan of {self._table[sizes.index(self._workspace_size)].rows} rows"
-            self._workspace = memory.buffer((max(1, self._workspace_size),), "uint8")
+            self._workspace = memory.buffer((1 if self._streaming else max(1, self._workspace_size),), "uint8")
         except DeviceMemoryError as error:
             raise OutriderError(f"{path}, {what}: {error}") from None
         self._plans: dict[PlanShape, BoundPlan] = {}
 
     @classmethod
-    def load(
-        cls, bundle: Bundle, role: str, name: str, memory: CudaMemory, heads: HeadInputs, library: Library | None = None
-    ) -> TensorrtEngine:
+    def load(cls, bundle: Bundle, role: str, library: Library, memory: CudaMemory, heads: HeadInputs) -> TensorrtEngine:
         """The engine that was built for this device.
 
         Raises:
-            OutriderError: the library is not installed, or the bundle has no engine for it and this device.
+            OutriderError: the bundle has no engine for this library and device.
         """
-        library = library or load_library(name)
         record = find_engine(bundle, role, library, memory.driver.arch)
         return cls(library, bundle.engine_path(record), record, bundle.manifest.models[role], memory, heads)
 
@@ -90,8 +88,10 @@ class TensorrtEngine:
 
     def bind(self, shape: PlanShape, buffers: Mapping[str, Buffer]) -> Launch:
         """See ``plan.BoundEngine``."""
-        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
+        strategy = self._trt.ExecutionContextAllocationStrategy
+        context = self._engine.create_execution_context(
+            strategy.STATIC if self._streaming else strategy.USER_MANAGED  # streamed weights need memory of its own
+        )
         if context is None:
             raise OutriderError(f"{self._record.file}: no context for {shape.rows} rows: {self._library.log.take()}")
         stream = int(self.memory.stream)
@@ -103,7 +103,8 @@ class TensorrtEngine:
             elif (alias := self._engine.get_aliased_input_tensor(name)) is not None:
                 assert buffers[alias].pointer == buffer.pointer, name
             self._must(context.set_tensor_address(name, buffer.pointer), shape)
-        context.set_device_memory(self._workspace.pointer, self._workspace_size)
+        if not self._streaming:
+            context.set_device_memory(self._workspace.pointer, self._workspace_size)
 
         def enqueue() -> None:
             self._must(context.execute_async_v3(stream), shape)
@@ -116,7 +117,7 @@ class TensorrtEngine:
             "provider": self._record.engine,
             "device": self.device,
             "plans": " ".join(f"{shape.rows}/{shape.logit_rows}" for shape in self._table),
-            "cuda_graph": True,
+            "cuda_graph": self.capturable,
             "workspace_bytes": self._workspace_size,
             "streamable_weights_bytes": self._engine.streamable_weights_size,
             "cache_bytes": self.state.cache_bytes,
@@ -157,4 +158,4 @@ def _table(engine: EngineFile) -> Sequence[PlanShape]:
 
 
 def _options(engine: EngineFile) -> BuildOptions:
-    return BuildOptions(engine.engine, engine.arch, (), engine.options.get("weight_streaming") == "true")
+    return BuildOptions(engine.engine, engine.arch, (), streams_weights(engine))

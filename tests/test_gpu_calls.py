@@ -1,0 +1,209 @@
+"""Order and lifetime of the calls to a GPU, over stand-ins for its driver and TensorRT (``standin.py``).
+
+That rounds give the right tokens here says that nothing is read too early, written too soon, freed in use or bound
+twice. It says nothing of what a GPU computes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import write_tiny
+from conftest import THREADS
+from refusals import refused
+from residents import list_engines, on_standin, standin_library
+from standin import StandInDriver
+from test_resident import LAWS
+
+from outrider.engines.bundle import Bundle
+from outrider.engines.cuda import CudaMemory, DeviceMemoryError
+from outrider.engines.engine import HeadInputs, noise_slots
+from outrider.engines.tensorrt import TensorrtEngine
+from outrider.engines.tensorrt.engine import find_engine
+from outrider.export import ExportOptions, export_bundle
+from outrider.runtime import Pipeline
+
+
+@pytest.fixture(scope="module")
+def standard_bundle(workdir: Path, tiny: Path) -> Path:
+    draft, out = write_tiny(workdir / "standard-draft", seed=1, layers=1), workdir / "standard-bundle"
+    options = ExportOptions(precision="fp32", lowering="standard", tiers=(2, 4), max_length=160)
+    export_bundle(str(tiny), str(draft), out, options, threads=THREADS)
+    return out
+
+
+@pytest.fixture(scope="module")
+def host(standard_bundle: Path) -> Pipeline:
+    return Pipeline.load(standard_bundle, threads=THREADS)
+
+
+@pytest.fixture(scope="module")
+def device(standard_bundle: Path) -> tuple[Pipeline, StandInDriver]:
+    return on_standin(standard_bundle)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_host_loops_tokens(host: Pipeline, device: tuple[Pipeline, StandInDriver], law: str) -> None:
+    pipeline, _ = device
+    for prompt, k, drafter in product(("one two three one two three", "d"), (0, 2, 4), ("model", "ngram")):
+        options: dict[str, Any] = {"k": k, "drafter": drafter, "max_new_tokens": 50, "ignore_eos": True, **LAWS[law]}
+        assert pipeline.generate(prompt, **options).token_ids == host.generate(prompt, **options).token_ids
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
+@pytest.mark.parametrize("law", ["greedy", "temperature"])
+def test_a_round_is_one_launch_and_one_synchronizing_copy(
+    device: tuple[Pipeline, StandInDriver], drafter: str, law: str
+) -> None:
+    """After the first rounds, which record the graphs: the prefills and each round read once, nothing is allocated."""
+    pipeline, driver = device
+    options: dict[str, Any] = {"k": 4, "drafter": drafter, "max_new_tokens": 60, "ignore_eos": True, **LAWS[law]}
+    pipeline.generate("one two three one two three", **options)
+    pipeline.clear_caches()
+    driver.calls.clear()
+    driver.reads = driver.blocked = 0
+    stats = pipeline.generate("one two three one two three", **options).stats
+    counts = Counter(driver.calls)
+    passes = stats.num_spec_steps + 1 + (drafter == "model")  # the draft has a prefill too
+    assert driver.reads == driver.blocked == counts["read"] == counts["launch"] == passes
+    assert not {"allocate", "clear", "enqueue", "begin_capture"} & counts.keys()
+    if drafter == "model" and law == "greedy":  # ids and lengths of the prefills, and the state of the first round
+        assert counts["copy"] <= 2 * 3 + 3 + 2
+
+
+def test_each_shape_is_recorded_once_and_after_it_ran(standard_bundle: Path) -> None:
+    pipeline, driver = on_standin(standard_bundle)
+    for _ in range(2):
+        pipeline.generate("one two three", k=4, drafter="model", max_new_tokens=40, ignore_eos=True)
+        pipeline.clear_caches()
+    names = [call for call in driver.calls if call in ("enqueue", "begin_capture", "end_capture", "launch")]
+    captures = names.count("begin_capture")
+    assert captures == names.count("end_capture") > 0
+    # What is recorded was enqueued once before, for real; recording enqueues it again, and it never is after that.
+    first = names.index("begin_capture")
+    assert names[:first] == ["enqueue"] * first
+    engines = [pipeline.target_engine, pipeline.draft_engine]
+    contexts = [context for engine in engines for context in engine._engine.contexts]  # type: ignore[union-attr]
+    assert all(context.ran for context in contexts)
+    for _ in range(3):
+        driver.calls.clear()
+        pipeline.generate("one two three", k=4, drafter="model", max_new_tokens=40, ignore_eos=True)
+        pipeline.clear_caches()
+    assert "enqueue" not in driver.calls
+    assert contexts == [context for engine in engines for context in engine._engine.contexts]  # type: ignore[union-attr]
+
+
+def test_an_interrupt_while_recording(standard_bundle: Path) -> None:
+    """The stream goes on, and the next round records again."""
+    memory = CudaMemory(StandInDriver())
+    buffer = memory.buffer((4,), "int64")
+    other = memory.buffer((4,), "int64")
+    fail = False
+
+    def work() -> None:
+        memory.copy(buffer, 0, other, 1)
+        if fail:
+            raise KeyboardInterrupt
+        memory.copy(buffer, 3, other, 2)
+
+    launch = memory.recorded(work)
+    buffer.write([1, 2, 3, 4])
+    launch()
+    fail = True
+    with pytest.raises(KeyboardInterrupt):
+        launch()
+    fail = False
+    buffer.write([5, 6, 7, 8])
+    launch()
+    assert other.read().tolist() == [0, 5, 8, 0]
+
+
+def test_writes_do_not_overtake_copies_on_their_way() -> None:
+    """A second write waits until the first has left the page-locked memory that both go through."""
+    memory = CudaMemory(StandInDriver())
+    source, target = memory.buffer((2,), "int32"), memory.buffer((2,), "int32")
+    source.write([1, 2])
+    memory.copy(source, 0, target, 0)
+    source.write([3, 4])
+    memory.copy(source, 0, target, 1)
+    assert target.read().tolist() == [1, 3]
+    part = source.section(4, (1,), "int32")
+    part.write(9)
+    assert source.read().tolist() == [3, 9]
+
+
+def test_memory_is_given_back(standard_bundle: Path) -> None:
+    """With the pipeline, and not before: sections keep what they are part of."""
+    memory = CudaMemory(driver := StandInDriver())
+    section = memory.buffer((512,), "uint8").section(256, (4,), "int32")
+    gc.collect()
+    section.write(7)
+    assert section.read().tolist() == [7] * 4
+    del section
+    pipeline, device_driver = on_standin(standard_bundle)
+    pipeline.generate("one two", k=4, drafter="model", max_new_tokens=20)
+    del pipeline, memory
+    gc.collect()
+    assert not driver._alive and not device_driver._alive
+
+
+def test_too_little_memory(standard_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names the engine, and the caches or the plan that asked for it."""
+
+    def allocate(size: int) -> int:
+        if size > limit:
+            raise DeviceMemoryError(f"the GPU is out of memory: {size} bytes are needed")
+        return honest(size)
+
+    for limit, words in ((10_000, "its caches"), (100_000, "the plan of 256 rows")):  # noqa: B007
+        bundle, driver = Bundle(standard_bundle), StandInDriver()
+        honest, memory = driver.allocate, CudaMemory(driver)
+        library = standin_library(driver)
+        list_engines(bundle, library)
+        heads = HeadInputs(memory, bundle.manifest.target.vocab_size, noise_slots(bundle.manifest.tiers))
+        monkeypatch.setattr(driver, "allocate", allocate)
+        monkeypatch.setattr("standin._Engine.get_device_memory_size_for_profile_v2", lambda self, index: 10**6 * index)
+        message = refused(lambda: TensorrtEngine.load(bundle, "target", library, memory, heads))  # noqa: B023
+        assert words in message and "bytes are needed" in message and "target" in message
+
+
+def test_an_engine_must_fit_device_and_version(standard_bundle: Path, tmp_path: Path) -> None:
+    bundle, driver = Bundle(standard_bundle), StandInDriver()
+    library = standin_library(driver)
+    list_engines(bundle, library)
+    assert find_engine(bundle, "target", library, "sm89").arch == "sm89"
+    message = refused(lambda: find_engine(bundle, "draft", library, "sm120"))
+    assert "sm89" in message and "sm120" in message
+    assert f"outrider build {bundle.folder} --engine tensorrt-rtx --arch sm120" in message
+    message = refused(lambda: find_engine(bundle, "target", standin_library(driver, "2.0"), "sm89"))
+    assert "1.0" in message and "2.0" in message
+    list_engines(bundle, library, "any")
+    assert find_engine(bundle, "target", library, "sm120").arch == "any"
+    assert find_engine(bundle, "target", library, "sm89").arch == "sm89"
+
+
+def test_a_pass_wider_than_any_plan(device: tuple[Pipeline, StandInDriver]) -> None:
+    engine = device[0].target_engine
+    assert "257 rows" in refused(lambda: engine.plan(257, 1))
+    assert "--k" in refused(lambda: engine.plan(6, 6))
+
+
+def test_replays_take_changed_inputs(device: tuple[Pipeline, StandInDriver], host: Pipeline) -> None:
+    """Ids and lengths are read anew by every replay (onnxruntime issue 29782)."""
+    pipeline, _ = device
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 320, (1, 20))
+    for start in (0, 5, 3, 10, 1):
+        passes = [
+            engine.plan(5, 5).run(text[:, start : start + 5], np.array([start], np.int32)).copy()
+            for engine in (pipeline.target_engine, host.target_engine)
+        ]
+        assert np.abs(passes[0] - passes[1]).max() < 1e-4
+    for model in (pipeline, host):
+        model.clear_caches()
