@@ -25,6 +25,8 @@ from outrider.engines.errors import OutriderError
     help="fp32, fp16, int8 or int4; with standard fp32, fp16, bf16, fp8 or int4.",
 )
 @click.option("--lowering", default="fused", show_default=True, help="fused (ONNX Runtime) or standard (opset 24).")
+@click.option("--draft-precision", help="Of the draft.  [default: the same]")
+@click.option("--draft-lowering", help="Of the draft, as for one that runs on another device.  [default: the same]")
 @click.option(
     "--k",
     "tiers",
@@ -43,6 +45,8 @@ def export(
     out: Path,
     precision: str,
     lowering: str,
+    draft_precision: str | None,
+    draft_lowering: str | None,
     tiers: tuple[int, ...],
     max_length: int,
     threads: int | None,
@@ -54,7 +58,7 @@ def export(
     except ImportError as error:
         raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
 
-    settings = ExportOptions(precision=precision, lowering=lowering, tiers=tiers, max_length=max_length)
+    settings = ExportOptions(precision, lowering, tiers, max_length, draft_precision, draft_lowering)
     start = time.perf_counter()
     with options.progress_bar(100, "export") as bar:
 

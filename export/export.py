@@ -45,24 +45,38 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """``tiers`` are the values of K, ``max_length`` the longest sequence (prompt and output, in tokens)."""
+    """``tiers`` are the values of K, ``max_length`` the longest sequence (prompt and output, in tokens).
+
+    A draft that runs on another device may need another precision and lowering; by default they are the target's.
+    """
 
     precision: str = "int4"
     lowering: str = "fused"
     tiers: tuple[int, ...] = (2, 4, 8)
     max_length: int = 2048
+    draft_precision: str | None = None
+    draft_lowering: str | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise OutriderError(f"unknown precision {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
-        if self.lowering not in LOWERINGS:
-            raise OutriderError(f"unknown lowering {self.lowering!r}; choose one of {', '.join(LOWERINGS)}")
+        for precision in (self.precision, self.draft_precision or self.precision):
+            if precision not in PRECISIONS:
+                raise OutriderError(f"unknown precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
+        for lowering in (self.lowering, self.draft_lowering or self.lowering):
+            if lowering not in LOWERINGS:
+                raise OutriderError(f"unknown lowering {lowering!r}; choose one of {', '.join(LOWERINGS)}")
         if not self.tiers or min(self.tiers) < 1 or list(self.tiers) != sorted(set(self.tiers)):
             raise OutriderError(f"tiers {list(self.tiers)} must be rising whole numbers from 1 up, as in --k 2,4,8")
         if max(self.tiers) >= PREFILL_CHUNK:
             raise OutriderError(f"K = {max(self.tiers)} is too large; a pass has at most {PREFILL_CHUNK} rows")
         if self.max_length < 2:
             raise OutriderError(f"--max-length {self.max_length} leaves no room for a prompt and a token")
+
+    def of(self, role: str) -> ExportOptions:
+        """With the precision and lowering of one of the models."""
+        if role == "target":
+            return self
+        precision, lowering = self.draft_precision or self.precision, self.draft_lowering or self.lowering
+        return replace(self, precision=precision, lowering=lowering)
 
 
 def export_bundle(
@@ -94,7 +108,7 @@ def export_bundle(
         steps = _Steps(progress, sum(spec.num_layers + 4 for spec in specs.values()))
         models = {}
         for role, spec in specs.items():
-            job = _ModelJob(role, spec, checkpoints[role], options, threads, steps)
+            job = _ModelJob(role, spec, checkpoints[role], options.of(role), threads, steps)
             models[role] = job.run(work, tokenizers["target"])
         _write_tokenizer(work, tokenizers["target"])
         manifest = Manifest(

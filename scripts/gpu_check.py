@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -92,9 +91,6 @@ class Run:
         for name in providers:
             left = min(PROVIDER_SECONDS, PROVIDER_SHARE * self.budget - self._spent())
             parts[name] = self.part(name, left) if left >= LEAST_SECONDS else _out_of_time(left)
-        # The bundles of the small pair have served, and a large one needs the disk.
-        for folder in self.work.glob("small-*"):
-            shutil.rmtree(folder)
         best, left = fastest(parts), self.budget - self._spent()
         if best is None:
             parts["speed"] = {"status": "skipped", "reason": "no provider ran", "seconds": 0.0, "figures": {}}
@@ -137,7 +133,7 @@ def _out_of_time(left: float) -> Part:
 
 
 def fastest(parts: dict[str, Part]) -> str | None:
-    """The provider whose rounds took least time, of those without a fault where there is one."""
+    """The provider whose rounds took least time, of those without a fault where there is one; else one that failed."""
     rounds = {
         name: part["figures"]["checks"]["rounds"]["round_ms"]
         for name, part in parts.items()
@@ -145,7 +141,8 @@ def fastest(parts: dict[str, Part]) -> str | None:
     }
     sound = {name: ms for name, ms in rounds.items() if parts[name]["status"] == "ok"}
     candidates = sound or rounds
-    return min(candidates, key=candidates.__getitem__) if candidates else None
+    tried = [name for name, part in parts.items() if part["status"] == "failed" and name != "environment"]
+    return min(candidates, key=candidates.__getitem__) if candidates else next(iter(tried), None)
 
 
 def _be_part(name: str, work: Path, result: Path, checkpoint: str | None, seconds: float) -> None:

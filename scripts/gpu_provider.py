@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gpu_pair import (
     TIERS,
     FaultError,
     Model,
+    SkippedError,
     build_engines,
     checkpoint_pair,
     format_of,
@@ -63,7 +65,7 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Subject:
-    """A provider with its engines, and the CPU's of the same bundle."""
+    """A provider with its engines, and the CPU's of the same bundle where there is an ONNX Runtime."""
 
     bundle: Bundle
     provider: str
@@ -72,7 +74,6 @@ class Subject:
     references: dict[str, Engine]
     tokens: int
     difference: float = 0.0  # the largest of a logit, once parity is known
-    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -84,9 +85,9 @@ def check_provider(provider: str, work: Path, source: str | None, report: Report
     require(provider)
     bundle = small_bundle(provider, work, source)
     figures: dict[str, Any] = {"build_seconds": build_engines(bundle, provider), "checks": {}}
-    references: dict[str, Engine] = {
-        role: OrtEngine(bundle.path(info.graph), info) for role, info in bundle.manifest.models.items()
-    }
+    references: dict[str, Engine] = {}
+    if find_spec("onnxruntime") is not None:
+        references |= {role: OrtEngine(bundle.path(info.graph), info) for role, info in bundle.manifest.models.items()}
     target, draft = open_pair(bundle, provider)
     subject = Subject(bundle, provider, target, draft, references, tokens=24 if provider == "cpu" else 48)
     figures["engine"] = {key: str(value) for key, value in target.describe().items()}
@@ -118,6 +119,8 @@ def _outcome(check: Callable[[Subject], dict[str, Any]], subject: Subject) -> di
 
 def parity(subject: Subject) -> dict[str, Any]:
     """Logits of a prefill, verify passes and steps against the CPU's on the same bundle."""
+    if not subject.references:
+        raise SkippedError("onnxruntime absent: there is nothing to compare with")
     rng = np.random.default_rng(1)
     passes: dict[str, Any] = {}
     for role, engine in subject.engines.items():
@@ -231,7 +234,8 @@ def rounds(subject: Subject) -> dict[str, Any]:
         options = SamplingOptions(max_new_tokens=subject.tokens, ignore_eos=True, **changes)
         plain = [_run(pipeline, ids, options, "none", 0)[0] for ids in prompts]
         arms += _arms(pipeline, prompts, plain, law, options)
-        near += [_against_cpu(subject, pipeline, *pair, law, options) for pair in zip(prompts, plain, strict=True)]
+        pairs = zip(prompts, plain, strict=True) if subject.references else ()
+        near += [_against_cpu(subject, pipeline, *pair, law, options) for pair in pairs]
     differing = [f"{arm['law']}, {arm['name']}" for arm in arms if not arm["same_ids"]]
     figures = {
         "exactness": pipeline.exactness,

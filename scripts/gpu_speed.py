@@ -76,7 +76,9 @@ def check_speed(provider: str, work: Path, seconds: float, report: Report) -> di
     room = _room(provider, work, seconds)
     name, pair, refused = choose_pair(_TINY_PAIR if provider == "cpu" else PAIRS, provider, room)
     figures: dict[str, Any] = {"provider": provider, "pair": name, "stepped_down": refused}
-    bundle = write_pair(work / "speed", pair, *format_of(provider), _MAX_LENGTH)
+    lowering, precision = format_of(provider)
+    folder = work / "-".join((*name.split(" + "), lowering, precision)).replace(" ", "-")
+    bundle = Bundle(folder) if folder.exists() else write_pair(folder, pair, lowering, precision, _MAX_LENGTH)
     figures["build_seconds"] = build_engines(bundle, provider)
     target, draft = open_pair(bundle, provider)
     figures["ready_after_seconds"] = perf_counter() - (deadline - seconds)
@@ -89,6 +91,10 @@ def check_speed(provider: str, work: Path, seconds: float, report: Report) -> di
     figures["passes"] = pass_costs(pipeline)
     report(figures)
     figures["sweep"] = sweep(pipeline, deadline)
+    for cell in figures["sweep"]["cells"]:
+        k = str(cell["k"])
+        cost = cell["k"] * figures["passes"]["c_in_round"][k] + figures["passes"]["v"][k]
+        cell["predicted_speed_up"] = cell["length"] / cost
     return figures
 
 
@@ -106,7 +112,7 @@ def choose_pair(
             "disk": (1.05 * copies * size, room.disk, 1e9, "GB"),
             "device memory": (1.15 * size + (0 if provider == "cpu" else 1.5e9), room.device, 1e9, "GB"),
             "host memory": (1.3 * copies * size, room.host, 1e9, "GB"),
-            "time to write and load": (seconds, 0.6 * room.seconds, 1, "s"),
+            "time to write and load": (seconds, 0.75 * room.seconds, 1, "s"),
         }
         short = [
             f"{what}: {need / unit:.1f} of {there / unit:.1f} {mark}"
@@ -195,7 +201,7 @@ def _median_seconds(work: Callable[[], Any], repeats: int) -> float:
     for _ in range(repeats + 1):
         work()
         times.append(perf_counter())
-    return statistics.median(end - start for start, end in zip(times[1:], times[2:], strict=False))
+    return statistics.median(np.diff(times[1:]).tolist())
 
 
 def plain_decoding(pipeline: Pipeline, spec: DecoderSpec, bandwidth_gb_s: float) -> dict[str, float]:

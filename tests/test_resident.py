@@ -160,3 +160,17 @@ def test_a_real_model_over_the_prompts(smollm2_pair: Pipeline) -> None:
                 pass
             outputs.append(request.output.tokens)
         assert outputs[0] == outputs[1], prompt.id
+
+
+def test_a_draft_of_another_lowering_and_precision(workdir: Path, tiny: Path, tiny_draft: Path) -> None:
+    """As for a target on the GPU and a draft on the CPU."""
+    out = workdir / "two-lowerings"
+    options = ExportOptions("fp16", "standard", (4,), 96, draft_precision="int4", draft_lowering="fused")
+    manifest = export_bundle(str(tiny), str(tiny_draft), out, options, threads=THREADS)
+    assert manifest.draft is not None
+    assert (manifest.target.precision, manifest.target.lowering) == ("fp16", "standard")
+    assert (manifest.draft.precision, manifest.draft.lowering) == ("int4", "fused")
+    host, resident = Pipeline.load(out, threads=THREADS), on_cpu(out)
+    mixed = Pipeline(resident.bundle, resident.target_engine, host.draft_engine)
+    plain = host.generate("one two three", k=0, max_new_tokens=40)
+    assert mixed.generate("one two three", k=4, max_new_tokens=40).token_ids == plain.token_ids

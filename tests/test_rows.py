@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -237,3 +239,37 @@ def test_a_pass_beyond_the_cache_is_refused(tiny_pipeline: Pipeline) -> None:
     engine.plan(2, 2).run(np.zeros((1, 2), np.int64), np.full(1, engine.info.capacity - 2, np.int32))
     with pytest.raises(OutriderError, match="exceed the cache"):  # the spare row needs a place too
         engine.plan(1, 1).run(np.zeros((1, 1), np.int64), np.full(1, engine.info.capacity - 1, np.int32))
+
+
+class _Skewed:
+    """An engine whose bits depend on the plan, as where each number of rows has a kernel of its own."""
+
+    def __init__(self, engine: OrtEngine) -> None:
+        self._engine = engine
+        self.info = engine.info
+
+    def plan(self, rows: int, logit_rows: int, exact: bool = True) -> Any:
+        plan = self._engine.plan(rows, logit_rows, exact)
+
+        def run(ids: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+            return plan.run(ids, lengths) * np.float32(1 + 1e-6 * plan.rows)
+
+        return SimpleNamespace(run=run)
+
+
+def test_rows_that_are_equal_in_one_plan_only(tiny_bundle: Path) -> None:
+    """All tokens come from passes of that many rows then, and are the same for every K."""
+    bundle = Bundle(tiny_bundle)
+    info, graph = bundle.manifest.target, bundle.path("target/model.onnx")
+    engine = OrtEngine(graph, info, threads=2, table=plan_table((2, 4)))
+    assert probe_rows(engine, (2, 4)).exactness == "bitwise"
+    assert probe_rows(_Skewed(engine), (2, 4)) == RowProbe("fixed-rows", 5)  # type: ignore[arg-type]
+    for min_rows in (1, 5):
+        model = CachedModel(_Skewed(engine), min_rows)  # type: ignore[arg-type]
+        widths = set()
+        for count in (1, 3, 5):
+            model.rollback(0)
+            model.extend([1, 2, 3], 1)
+            row = np.asarray(model.extend([5] * count, count)[0])
+            widths.add(row.tobytes())
+        assert len(widths) == (3 if min_rows == 1 else 1)
