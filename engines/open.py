@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engines.bundle import Bundle
+from outrider.engines.cache import cache_folder
 from outrider.engines.cuda import CudaDriver, CudaMemory
 from outrider.engines.engine import DRAFT_TABLE, Engine, HeadInputs, PlanShape, noise_slots, plan_table
 from outrider.engines.errors import OutriderError
@@ -67,10 +67,7 @@ class Opener:
         options = provider_setup(provider, info, self.bundle.path(info.resident_graph), table).options
         sha256 = self.bundle.files[info.resident_graph]["sha256"] + self.bundle.files[info.weights]["sha256"]
         key = cache_key(info, sha256, ort.__version__, memory.driver.name, options)
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = root / "outrider" / f"{provider}-{key}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return cache_folder(f"{provider}-{key}")
 
     def _gpu(self) -> tuple[CudaMemory, HeadInputs]:
         if self._shared is None:

@@ -29,7 +29,7 @@ from outrider.engines.engine import DRAFT_TABLE, PREFILL_CHUNK, Engine, HeadInpu
 from outrider.engines.errors import OutriderError
 from outrider.engines.memory import HostMemory
 from outrider.engines.open import Opener
-from outrider.engines.ort import OrtEngine
+from outrider.engines.ort import OrtEngine, check_available
 from outrider.engines.tensorrt import LIBRARIES, BuildOptions, build_engine
 from outrider.engines.tensorrt.library import load_library
 from outrider.export.architectures import decoder_spec, llama
@@ -212,23 +212,14 @@ def require(provider: str) -> None:
     """Raises SkippedError where the provider is not installed, or there is no GPU for it."""
     if provider == "cpu":
         return
-    if provider in LIBRARIES:
-        try:
+    package = provider if provider in LIBRARIES else "onnxruntime-gpu"
+    try:
+        if provider in LIBRARIES:
             load_library(provider)
-        except OutriderError as error:
-            raise SkippedError(f"{provider} absent: {error}") from None
-    else:
-        from outrider.engines.providers import provider_setup
-
-        try:
-            import onnxruntime as ort
-        except ImportError:
-            raise SkippedError("onnxruntime absent") from None
-        lowering, precision = format_of(provider)
-        info = ModelInfo("", "", lowering, precision, 1, 1, 1, 1, 1, "", 1, "", "", {})
-        name = provider_setup(provider, info, Path(), plan_table(TIERS)).name
-        if name not in ort.get_available_providers():
-            raise SkippedError(f"onnxruntime-gpu absent: this onnxruntime {ort.__version__} has no {name}")
+        else:
+            check_available(provider)
+    except OutriderError as error:
+        raise SkippedError(f"{package} absent: {error}") from None
     try:
         CudaDriver()
     except OutriderError as error:

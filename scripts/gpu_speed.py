@@ -47,7 +47,7 @@ _TOKENS = 96  # of a cell of the sweep
 _SWEEPS = 5
 _PASSES = 15
 _READ_RATE = 1.5e9  # bytes a second that a disk, or what lies in memory already, comes to the device at
-_BUILD_RATE = 0.4e9  # bytes of weights a second that an engine is built at
+_BUILD_RATE = 0.15e9  # bytes of weights a second that an engine is built at
 
 
 class Cell(NamedTuple):

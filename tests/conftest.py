@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +27,14 @@ def smollm2() -> Path:
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for the whole run."""
     return tmp_path_factory.mktemp("outrider")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(workdir: Path) -> Iterator[None]:
+    """What is kept for the next process is kept for the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(workdir / "cache"))
+        yield
 
 
 @pytest.fixture(scope="session")

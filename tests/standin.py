@@ -185,10 +185,41 @@ class _Engine:
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return name.replace("present_", "past_") if name.startswith("present_") else None
 
-    def create_execution_context(self, strategy: str) -> _Context:
-        assert strategy == "user"
+    def create_runtime_config(self) -> _Config:
+        return _Config()
+
+    def create_execution_context(self, config: _Config) -> _Context:
+        assert config.strategy == "user" and config.cache is not None
+        config.cache.content += b"kernel"
         self.contexts.append(_Context(self))
         return self.contexts[-1]
+
+
+class _Config:
+    strategy: str | None = None
+    cache: _Cache | None = None
+
+    def create_runtime_cache(self) -> _Cache:
+        return _Cache()
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
+
+    def set_runtime_cache(self, cache: _Cache) -> bool:
+        self.cache = cache
+        return True
+
+
+class _Cache:
+    content = b""
+
+    def serialize(self) -> bytes:
+        return b"whole:" + self.content
+
+    def deserialize(self, blob: bytes) -> bool:
+        whole = blob.startswith(b"whole:")
+        self.content = blob[6:] if whole else self.content
+        return whole
 
 
 class _Context:

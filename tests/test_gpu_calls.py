@@ -207,3 +207,25 @@ def test_replays_take_changed_inputs(device: tuple[Pipeline, StandInDriver], hos
         assert np.abs(passes[0] - passes[1]).max() < 1e-4
     for model in (pipeline, host):
         model.clear_caches()
+
+
+def test_compiled_kernels_are_kept(standard_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the next process; what is damaged, or cannot be written, is as if it was not there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def kernels() -> list[Path]:
+        pipeline, _ = on_standin(standard_bundle)
+        pipeline.generate("one two", k=4, drafter="model", max_new_tokens=5)
+        del pipeline
+        gc.collect()
+        return sorted((tmp_path / "outrider" / "kernels").iterdir())
+
+    first = kernels()
+    contents = [path.read_bytes() for path in first]
+    assert len(first) == 2 and all(content.count(b"kernel") > 2 for content in contents)
+    assert kernels() == first
+    assert all(len(path.read_bytes()) > len(content) for path, content in zip(first, contents, strict=True))
+    for path in first:
+        path.write_bytes(b"cut")
+    assert kernels() == first
+    assert [path.read_bytes() for path in first] == contents

@@ -5,11 +5,14 @@ All contexts share one stream and one block of activation memory, since only one
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.engines.bundle import Bundle, EngineFile, ModelInfo, build_command
+from outrider.engines.cache import cache_folder, store
 from outrider.engines.cuda import CudaMemory, DeviceMemoryError
 from outrider.engines.engine import HeadInputs, PlanShape, smallest_shape
 from outrider.engines.errors import OutriderError
@@ -44,6 +47,7 @@ class TensorrtEngine:
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
             raise OutriderError(f"{path} does not load: {library.log.take()}")
+        self._kernels = _KernelCache(self._engine, record, memory.driver.name)
         self._streaming = streams_weights(record)
         self.capturable = not self._streaming
         if self._streaming:
@@ -89,9 +93,8 @@ class TensorrtEngine:
     def bind(self, shape: PlanShape, buffers: Mapping[str, Buffer]) -> Launch:
         """See ``plan.BoundEngine``."""
         strategy = self._trt.ExecutionContextAllocationStrategy
-        context = self._engine.create_execution_context(
-            strategy.STATIC if self._streaming else strategy.USER_MANAGED  # streamed weights need memory of its own
-        )
+        # Streamed weights need memory of their own.
+        context = self._kernels.new_context(strategy.STATIC if self._streaming else strategy.USER_MANAGED)
         if context is None:
             raise OutriderError(f"{self._record.file}: no context for {shape.rows} rows: {self._library.log.take()}")
         stream = int(self.memory.stream)
@@ -126,6 +129,36 @@ class TensorrtEngine:
     def _must(self, done: bool, shape: PlanShape) -> None:
         if not done:
             raise OutriderError(f"{self._record.file}, plan of {shape.rows} rows: {self._library.log.take()}")
+
+
+class _KernelCache:
+    """Kernels that TensorRT for RTX compiles on the device, for all contexts of an engine, and for the next process.
+
+    TensorRT itself has compiled them in the build.
+    """
+
+    def __init__(self, engine: Any, record: EngineFile, device: str) -> None:
+        self._engine = engine
+        self._cache: Any = None
+        if hasattr(engine, "create_runtime_config"):
+            self._cache = engine.create_runtime_config().create_runtime_cache()
+            name = hashlib.sha256(f"{record.key} {device}".encode()).hexdigest()[:16]
+            path = cache_folder("kernels") / name
+            if path.is_file():
+                self._cache.deserialize(path.read_bytes())  # refused, and left empty, when it is not of here and now
+            weakref.finalize(self, _save_kernels, self._cache, path)
+
+    def new_context(self, strategy: Any) -> Any:
+        if self._cache is None:
+            return self._engine.create_execution_context(strategy)
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        config.set_runtime_cache(self._cache)
+        return self._engine.create_execution_context(config)
+
+
+def _save_kernels(cache: Any, path: Path) -> None:
+    store(path, bytes(memoryview(cache.serialize())))
 
 
 def find_engine(bundle: Bundle, role: str, library: Library, arch: str) -> EngineFile:
