@@ -47,7 +47,7 @@ def bench(
     """Compare plain decoding (one row a pass, the fastest) with every drafter and K, side by side."""
     texts = read_prompts(prompts)
     pipeline = load(bundle)
-    tiers = tiers or pipeline.manifest.tiers
+    tiers = tiers or pipeline.tiers
     with options.progress_bar(len(texts) * len(plan_arms(pipeline, tiers)), "bench") as bar:
         report = run_bench(
             pipeline,

@@ -13,12 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engines.errors import OutriderError
+from outrider.engines.errors import DeviceMemoryError, OutriderError
 from outrider.engines.memory import Launch, element_of, size_of
-
-
-class DeviceMemoryError(OutriderError):
-    """The GPU has too little memory."""
 
 
 class Driver(Protocol):

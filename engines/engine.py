@@ -82,13 +82,14 @@ class Plan(Protocol):
 class Engine(Protocol):
     """A graph that runs, with the caches of ``batch`` sequences and its outputs bound once.
 
-    ``device`` names what decides the bits: processor, provider, threads and engine version. ``heads`` are the inputs of
-    the graph's heads, None for a graph without.
+    ``device`` names what decides the bits: processor, provider, threads and engine version. ``table`` are the only
+    shapes that it runs, empty for any. ``heads`` are the inputs of the graph's heads, None for a graph without.
     """
 
     info: ModelInfo
     batch: int
     device: str
+    table: list[PlanShape]
 
     @property
     def memory(self) -> Memory: ...

@@ -6,3 +6,7 @@ class OutriderError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))  # messages quote other libraries, which may use several lines
+
+
+class DeviceMemoryError(OutriderError):
+    """The GPU has too little memory."""

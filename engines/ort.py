@@ -10,7 +10,6 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +63,7 @@ class OrtEngine:
         cache: Path | None = None,
     ) -> None:
         self.info = info
+        self._graph = graph
         self.batch = batch
         self.provider = provider
         self.memory = memory or HostMemory()
@@ -80,12 +80,12 @@ class OrtEngine:
         _check_shapes(graph, info, self.session)
         self.device = _device(provider, self.threads)
         self.state = EngineState(info, batch, self.memory)
-        self._table = sorted(table)
+        self.table = sorted(table)
         self._plans: dict[tuple[PlanShape, bool], BoundPlan] = {}
         self._bound = 0
 
     def plan(self, rows: int, logit_rows: int, exact: bool = True) -> BoundPlan:
-        shape = smallest_shape(self._table, rows, logit_rows) or PlanShape(rows, logit_rows)
+        shape = smallest_shape(self.table, rows, logit_rows) or PlanShape(rows, logit_rows)
         key = (shape, exact and shape.rows == 1)
         if key not in self._plans:
             self._plans[key] = BoundPlan(self, *key)
@@ -103,14 +103,22 @@ class OrtEngine:
             buffer = buffers[name]
             binding.bind_output(name, kind, 0, buffer.element, buffer.shape, buffer.pointer)
         self._bound += 1
-        profile = self._table.index(shape) if shape in self._table else 0
+        profile = self.table.index(shape) if shape in self.table else 0
         entries = run_config(self.provider, self._bound, profile, own_stream=True)
         options = None  # given only where needed: reading its entries would cost more than the rest of the call
         if entries:
             options = ort.RunOptions()
             for name, value in entries.items():
                 options.add_run_config_entry(name, value)
-        return partial(self.session.run_with_iobinding, binding, options)
+        run, graph = self.session.run_with_iobinding, self._graph
+
+        def launch() -> None:
+            try:
+                run(binding, options)
+            except Exception as error:  # ONNX Runtime raises many types, none of them its own
+                raise OutriderError(f"{graph}, pass of {shape.rows} rows: {error}") from None
+
+        return launch
 
     def describe(self) -> dict[str, Any]:
         import onnxruntime as ort

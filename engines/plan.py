@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.engines.bundle import ModelInfo
 from outrider.engines.engine import HeadInputs, PlanShape
-from outrider.engines.errors import OutriderError
+from outrider.engines.errors import DeviceMemoryError, OutriderError
 from outrider.engines.memory import ALIGNMENT, Buffer, Launch, Memory
 
 _CACHES = ("key", "value")
@@ -82,6 +82,17 @@ class BoundPlan:
         self._first_wanted = -1
         self._valid = 0
         buffers = self.buffers = {**(shared or {})}
+        try:
+            self._add_buffers(engine, shape, spare_row)
+        except DeviceMemoryError as error:
+            raise OutriderError(f"plan of {self.rows} rows: {error}") from None
+        self._ids, self._lengths, self._wanted = (buffers[n] for n in ("input_ids", "cache_lengths", "logit_rows"))
+        self._logits = buffers["logits"]
+        self.work = engine.bind(shape, buffers)
+        self.launch = engine.memory.recorded(self.work) if engine.capturable else self.work
+
+    def _add_buffers(self, engine: BoundEngine, shape: PlanShape, spare_row: bool) -> None:
+        buffers = self.buffers
         _add_pass_buffers(buffers, engine, shape, spare_row)
         if engine.heads is not None:
             self._verdict = Verdicts(engine.memory, engine.batch, self.logit_rows)
@@ -89,10 +100,6 @@ class BoundPlan:
             buffers.setdefault("near", self._verdict.near)
             _add_advance_buffers(buffers, engine)
             buffers |= engine.heads.buffers
-        self._ids, self._lengths, self._wanted = (buffers[n] for n in ("input_ids", "cache_lengths", "logit_rows"))
-        self._logits = buffers["logits"]
-        self.work = engine.bind(shape, buffers)
-        self.launch = engine.memory.recorded(self.work) if engine.capturable else self.work
 
     def run(self, input_ids: NDArray[np.int64], cache_lengths: NDArray[np.int32]) -> NDArray[np.float32]:
         self.submit(input_ids, cache_lengths)

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any, cast
 
 from outrider.engines.bundle import TOKENIZER, Bundle
-from outrider.engines.engine import Engine
+from outrider.engines.engine import Engine, smallest_shape
 from outrider.engines.errors import OutriderError
 from outrider.engines.open import Opener
 from outrider.engines.plan import BoundEngine
@@ -37,6 +37,8 @@ DRAFTERS = ("model", "ngram", "none")
 class Pipeline:
     """A loaded bundle. It holds the caches of one sequence: a new request takes them over from the last.
 
+    ``tiers`` are the values of K that its engines were made for.
+
     Args:
         target: the engine of the bundle's target.
         draft: that of its draft, on the same device or another; None for a bundle without.
@@ -48,6 +50,8 @@ class Pipeline:
         self.codec = TextCodec(bundle)
         self.target_engine = target
         self.draft_engine = draft
+        table = target.table
+        self.tiers = tuple(k for k in bundle.manifest.tiers if not table or smallest_shape(table, k + 1, k + 1))
         self.exactness, min_rows = self._probe_rows()
         self.target = CachedModel(target, min_rows)
         self.draft = CachedModel(draft, draft.info.min_rows if draft.heads is None else 1) if draft else None
@@ -184,16 +188,15 @@ class Pipeline:
         return ids
 
     def check_k(self, k: int) -> None:
-        """Raises OutriderError when K is negative or larger than the bundle's tiers."""
-        largest = max(self.manifest.tiers)
+        """Raises OutriderError when K is negative or larger than the tiers that are served."""
+        largest, exported = max(self.tiers), max(self.manifest.tiers)
         if not is_int(k):
             raise OutriderError(f"K is {k!r}; it must be a whole number")
         if k < 0:
             raise OutriderError(f"K = {k} is negative; use 0 for plain decoding")
         if k > largest:
-            raise OutriderError(
-                f"K = {k} is outside 0 to {largest}, the largest tier of this bundle; export with --k {k}"
-            )
+            made = "bundle; export" if largest == exported else f"bundle's {self.target_engine.device}; build"
+            raise OutriderError(f"K = {k} is outside 0 to {largest}, the largest tier of this {made} with --k {k}")
 
     def drafter(self, name: str) -> Drafter:
         """The drafter called ``name`` (one of ``DRAFTERS``).
@@ -216,7 +219,7 @@ class Pipeline:
                     model.rollback(0)
 
     def _speculation(self, drafter: str | None, k: int | None, acceptance: str) -> Speculation:
-        tiers = self.manifest.tiers
+        tiers = self.tiers
         name = ("model" if self.draft else "ngram") if drafter is None else drafter
         self.drafter(name)
         k = tiers[len(tiers) // 2] if k is None else k
@@ -235,7 +238,7 @@ class Pipeline:
 
     def _device_round(self, k: int) -> DeviceRound:
         """Of the smallest tier that holds K drafts; made once and kept."""
-        tier = next(tier for tier in self.manifest.tiers if tier >= k)
+        tier = next(tier for tier in self.tiers if tier >= k)
         if tier not in self._rounds:
             target, draft = self.target_engine, self.draft_engine
             rows = max(tier + 1, self.target.min_rows)
@@ -247,5 +250,5 @@ class Pipeline:
         info, engine = self.manifest.target, self.target_engine
         if info.device == engine.device:
             return info.exactness, info.min_rows
-        probe = probe_rows(engine, self.manifest.tiers)
+        probe = probe_rows(engine, self.tiers)
         return probe.exactness, probe.min_rows

@@ -36,10 +36,7 @@ from outrider.engines.plan import BoundPlan
 from outrider.engines.probe import probe_rows
 from outrider.runtime import Pipeline, SamplingOptions
 from outrider.runtime.choose import Chooser
-from outrider.runtime.decode import decode
-from outrider.runtime.drafters import NoDrafter
 from outrider.runtime.sampling.noise import log_uniforms, stream_key
-from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
 
 SMALL = {
@@ -235,7 +232,8 @@ def rounds(subject: Subject) -> dict[str, Any]:
         plain = [_run(pipeline, ids, options, "none", 0)[0] for ids in prompts]
         arms += _arms(pipeline, prompts, plain, law, options)
         pairs = zip(prompts, plain, strict=True) if subject.references else ()
-        near += [_against_cpu(subject, pipeline, *pair, law, options) for pair in pairs]
+        chooser = pipeline.new_request(prompts[0], options).chooser
+        near += [_against_cpu(subject, *pair, law, chooser) for pair in pairs]
     differing = [f"{arm['law']}, {arm['name']}" for arm in arms if not arm["same_ids"]]
     figures = {
         "exactness": pipeline.exactness,
@@ -332,29 +330,27 @@ def counted_reads() -> Iterator[list[int]]:
             kind.read = original
 
 
-def _against_cpu(
-    subject: Subject, pipeline: Pipeline, ids: list[int], tokens: list[int], law: str, options: SamplingOptions
-) -> dict[str, Any]:
-    """Where the CPU's plain decoding first chooses another token, and how far apart its two best scores are there."""
-    engine = subject.references["target"]
-    request = pipeline.new_request(ids, options)
-    for _ in decode(CachedModel(engine, 1), NoDrafter(), 0, request):
-        pass
-    expected = request.output.tokens
-    first = next((i for i, (mine, its) in enumerate(zip(tokens, expected, strict=True)) if mine != its), None)
-    if first is None:
-        return {"law": law, "first_difference": None, "gap": None, "near_tie": True}
-    text = [*ids, *expected[:first]]
-    logits = CachedModel(engine, 1).extend(text, 1)[0]
-    gap = _gap(np.asarray(logits, np.float64), len(text), request.chooser)
-    return {"law": law, "first_difference": first, "gap": gap, "near_tie": gap <= 4 * subject.difference}
+def _against_cpu(subject: Subject, ids: list[int], tokens: list[int], law: str, chooser: Chooser) -> dict[str, Any]:
+    """Where the CPU first chooses another token behind the same text, and how far apart its two best scores are there.
+
+    One pass over the whole text stands for decoding it: up to the first difference both have the same tokens.
+    """
+    engine, text = subject.references["target"], np.array([[*ids, *tokens[:-1]]])
+    rows = engine.plan(text.shape[1], len(tokens)).run(text, np.zeros(1, np.int32))[0]
+    for index, token in enumerate(tokens):
+        scores = _scores(rows[index].astype(np.float64), len(ids) + index, chooser)
+        if scores.argmax() != token:
+            best = np.sort(scores)[-2:]
+            gap = float(best[1] - best[0])
+            return {"law": law, "first_difference": index, "gap": gap, "near_tie": gap <= 4 * subject.difference}
+    return {"law": law, "first_difference": None, "gap": None, "near_tie": True}
 
 
-def _gap(logits: NDArray[np.float64], position: int, chooser: Chooser) -> float:
-    """Between the two best scores, in logits."""
+def _scores(logits: NDArray[np.float64], position: int, chooser: Chooser) -> NDArray[np.float64]:
+    """Logits, with the noise of their law in the same unit: the best is chosen."""
     temperature = chooser.options.temperature
-    if not chooser.options.greedy and temperature is not None:
-        noise = log_uniforms(stream_key(chooser.seed, position), np.arange(len(logits)))
-        logits = logits - temperature * np.log(-noise)
-    best = np.sort(logits)[-2:]
-    return float(best[1] - best[0])
+    if chooser.options.greedy or temperature is None:
+        return logits
+    noise = log_uniforms(stream_key(chooser.seed, position), np.arange(len(logits)))
+    scores: NDArray[np.float64] = logits - temperature * np.log(-noise)
+    return scores

@@ -34,9 +34,9 @@ def standin_library(driver: StandInDriver, version: str = "1.0") -> Library:
     return Library("tensorrt-rtx", module, version, Log(module))
 
 
-def list_engines(bundle: Bundle, library: Library, arch: str = "sm89") -> None:
+def list_engines(bundle: Bundle, library: Library, arch: str = "sm89", tiers: tuple[int, ...] = ()) -> None:
     """Engine files of the stand-in, as a build leaves them."""
-    tiers = bundle.manifest.tiers
+    tiers = tiers or bundle.manifest.tiers
     for role, info in bundle.manifest.models.items():
         table = plan_table(tiers) if role == "target" else DRAFT_TABLE
         key = engine_key(bundle, role, library, BuildOptions(library.name, arch, tiers), table)
@@ -49,11 +49,11 @@ def list_engines(bundle: Bundle, library: Library, arch: str = "sm89") -> None:
         bundle.add_engine(record, built)
 
 
-def on_standin(folder: Path) -> tuple[Pipeline, StandInDriver]:
+def on_standin(folder: Path, tiers: tuple[int, ...] = ()) -> tuple[Pipeline, StandInDriver]:
     """TensorRT's engines over the stand-in; the bundle gets their files."""
     driver = StandInDriver()
     bundle, library, memory = Bundle(folder), standin_library(driver), CudaMemory(driver)
-    list_engines(bundle, library)
+    list_engines(bundle, library, tiers=tiers)
     bundle = Bundle(folder)
     heads = HeadInputs(memory, bundle.manifest.target.vocab_size, noise_slots(bundle.manifest.tiers))
     engines = {role: TensorrtEngine.load(bundle, role, library, memory, heads) for role in bundle.manifest.models}

@@ -202,6 +202,15 @@ def test_what_cannot_be_built(tiny_bundle: Path, standard: Path) -> None:
     assert not (standard / "engines").exists()
 
 
+def test_an_architecture_without_the_weights_type(tiny: Path, tmp_path: Path) -> None:
+    options = ExportOptions(precision="fp8", lowering="standard", tiers=(2,), max_length=64)
+    export_bundle(str(tiny), None, tmp_path / "bundle", options, threads=THREADS)
+    message = refused_by_cli("build", tmp_path / "bundle", *RTX, "--arch", "sm86")
+    for words in ("fp8", "sm86", "--arch", "--precision"):
+        assert words in message
+    assert build_engine(Bundle(tmp_path / "bundle"), "target", BuildOptions("tensorrt-rtx", "sm89", (2,)))[1]
+
+
 def test_a_library_that_is_not_installed(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
     for command in (("build", built, *RTX, "--arch", "sm89"), ("generate", built, "-p", "x", "--provider", RTX[1])):

@@ -7,6 +7,7 @@ twice. It says nothing of what a GPU computes.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -22,8 +23,9 @@ from standin import StandInDriver
 from test_resident import LAWS
 
 from outrider.engines.bundle import Bundle
-from outrider.engines.cuda import CudaMemory, DeviceMemoryError
+from outrider.engines.cuda import CudaMemory
 from outrider.engines.engine import HeadInputs, noise_slots
+from outrider.engines.errors import DeviceMemoryError
 from outrider.engines.tensorrt import TensorrtEngine
 from outrider.engines.tensorrt.engine import find_engine
 from outrider.export import ExportOptions, export_bundle
@@ -192,6 +194,16 @@ def test_a_pass_wider_than_any_plan(device: tuple[Pipeline, StandInDriver]) -> N
     engine = device[0].target_engine
     assert "257 rows" in refused(lambda: engine.plan(257, 1))
     assert "--k" in refused(lambda: engine.plan(6, 6))
+
+
+def test_a_tier_that_was_not_built(standard_bundle: Path, tmp_path: Path, host: Pipeline) -> None:
+    """It is refused before anything runs; the others serve."""
+    pipeline, _ = on_standin(Path(shutil.copytree(standard_bundle, tmp_path / "bundle")), tiers=(2,))
+    assert pipeline.tiers == (2,)
+    message = refused(lambda: pipeline.generate("one two", k=4))
+    assert "0 to 2" in message and "build with --k 4" in message
+    found = pipeline.generate("one two", max_new_tokens=9)
+    assert found.k == 2 and found.token_ids == host.generate("one two", k=0, max_new_tokens=9).token_ids
 
 
 def test_replays_take_changed_inputs(device: tuple[Pipeline, StandInDriver], host: Pipeline) -> None:

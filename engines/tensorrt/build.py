@@ -81,7 +81,8 @@ def build_engine(
         raise KeyboardInterrupt
     if plan is None:
         raise OutriderError(
-            f"{options.engine} could not build {bundle.path(info.resident_graph)}: {library.log.take()}"
+            f"{options.engine} could not build {bundle.path(info.resident_graph)} ({info.precision}) for {options.arch}: "
+            f"{library.log.take()}; build for another --arch, or export with another --precision"
         )
     record = EngineFile(
         file=f"{ENGINES}/{role}.{options.engine}-{library.version}.{options.arch}.engine",

@@ -13,9 +13,9 @@ from typing import Any
 
 from outrider.engines.bundle import Bundle, EngineFile, ModelInfo, build_command
 from outrider.engines.cache import cache_folder, store
-from outrider.engines.cuda import CudaMemory, DeviceMemoryError
+from outrider.engines.cuda import CudaMemory
 from outrider.engines.engine import HeadInputs, PlanShape, smallest_shape
-from outrider.engines.errors import OutriderError
+from outrider.engines.errors import DeviceMemoryError, OutriderError
 from outrider.engines.memory import Buffer, Launch
 from outrider.engines.plan import BoundPlan, EngineState
 from outrider.engines.tensorrt.build import ANY, BuildOptions, engine_key, streams_weights
@@ -56,14 +56,14 @@ class TensorrtEngine:
         inputs = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         self.input_names = frozenset(inputs)
         self._names = names
-        self._table = [PlanShape(*shape) for shape in record.plans]
+        self.table = [PlanShape(*shape) for shape in record.plans]
         self.device = f"{memory.driver.name}, {record.engine} {record.version}, built for {record.arch}"
-        sizes = [self._engine.get_device_memory_size_for_profile_v2(index) for index in range(len(self._table))]
+        sizes = [self._engine.get_device_memory_size_for_profile_v2(index) for index in range(len(self.table))]
         self._workspace_size = max(sizes)
         what = "its caches"
         try:
             self.state = EngineState(info, self.batch, memory)
-            what = f"the plan of {self._table[sizes.index(self._workspace_size)].rows} rows"
+            what = f"the plan of {self.table[sizes.index(self._workspace_size)].rows} rows"
             self._workspace = memory.buffer((1 if self._streaming else max(1, self._workspace_size),), "uint8")
         except DeviceMemoryError as error:
             raise OutriderError(f"{path}, {what}: {error}") from None
@@ -80,11 +80,11 @@ class TensorrtEngine:
         return cls(library, bundle.engine_path(record), record, bundle.manifest.models[role], memory, heads)
 
     def plan(self, rows: int, logit_rows: int, exact: bool = True) -> BoundPlan:
-        shape = smallest_shape(self._table, rows, logit_rows)
+        shape = smallest_shape(self.table, rows, logit_rows)
         if shape is None:
             raise OutriderError(
                 f"{self._record.file} has no plan of {rows} rows ({logit_rows} of them with logits), only of "
-                f"{', '.join(str(shape.rows) for shape in self._table)}; build it again with a larger --k"
+                f"{', '.join(str(shape.rows) for shape in self.table)}; build it again with a larger --k"
             )
         if shape not in self._plans:
             self._plans[shape] = BoundPlan(self, shape)
@@ -98,7 +98,7 @@ class TensorrtEngine:
         if context is None:
             raise OutriderError(f"{self._record.file}: no context for {shape.rows} rows: {self._library.log.take()}")
         stream = int(self.memory.stream)
-        self._must(context.set_optimization_profile_async(self._table.index(shape), stream), shape)
+        self._must(context.set_optimization_profile_async(self.table.index(shape), stream), shape)
         for name in self._names:
             buffer = buffers[name]
             if name in self.input_names:
@@ -119,7 +119,7 @@ class TensorrtEngine:
             "engine": f"{self._record.engine} {self._record.version}",
             "provider": self._record.engine,
             "device": self.device,
-            "plans": " ".join(f"{shape.rows}/{shape.logit_rows}" for shape in self._table),
+            "plans": " ".join(f"{shape.rows}/{shape.logit_rows}" for shape in self.table),
             "cuda_graph": self.capturable,
             "workspace_bytes": self._workspace_size,
             "streamable_weights_bytes": self._engine.streamable_weights_size,
