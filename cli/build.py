@@ -24,7 +24,13 @@ from outrider.engines.tensorrt import ANY, LIBRARIES, BuildOptions, build_engine
     metavar="ARCH,ARCH,...",
     help=f"GPU architectures, as in sm89,sm120, an engine for each; `{ANY}` for one that runs on all (tensorrt-rtx).",
 )
-@click.option("--k", "tiers", type=options.tiers, metavar="K,K,...", help="Of the bundle's tiers; by default all.")
+@click.option(
+    "--k",
+    "tiers",
+    type=options.tiers,
+    metavar="K,K,...",
+    help="Of the bundle's tiers, by default all; 0 adds passes of one row, and half the size.",
+)
 @click.option("--weight-streaming", is_flag=True, help="Let weights that do not fit on the GPU stay on the host.")
 @options.as_json
 def build(

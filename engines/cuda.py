@@ -49,6 +49,9 @@ class Driver(Protocol):
 
     def abort_capture(self, stream: Any) -> None: ...
     def launch(self, graph: Any, stream: Any) -> None: ...
+    def release(self, handle: Any) -> None:
+        """Destroy a stream, an event or a graph."""
+        ...
 
 
 class CudaDriver:
@@ -132,6 +135,15 @@ class CudaDriver:
     def launch(self, graph: Any, stream: Any) -> None:
         self._check(self._cuda.cudaGraphLaunch(graph, stream))
 
+    def release(self, handle: Any) -> None:
+        cuda = self._cuda
+        destroy = {
+            cuda.cudaStream_t: cuda.cudaStreamDestroy,
+            cuda.cudaEvent_t: cuda.cudaEventDestroy,
+            cuda.cudaGraphExec_t: cuda.cudaGraphExecDestroy,
+        }
+        destroy[type(handle)](handle)
+
     def _check(self, result: tuple[Any, ...]) -> Any:
         status, *values = result
         if status != self._cuda.cudaError_t.cudaSuccess:
@@ -176,10 +188,11 @@ class CudaBuffer:
         if self._twin is None:
             driver = self._memory.driver
             address = driver.allocate_host(self._size)
-            weakref.finalize(self, driver.free_host, address)
             raw = (ctypes.c_uint8 * self._size).from_address(address)
+            weakref.finalize(raw, driver.free_host, address)  # with the last array that shows it
             self._twin = np.frombuffer(memoryview(raw), self.dtype).reshape(self.shape)
             self._event = driver.new_event()
+            weakref.finalize(self, driver.release, self._event)
         return self._twin
 
 
@@ -191,6 +204,7 @@ class CudaMemory:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.stream = driver.new_stream()
+        weakref.finalize(self, driver.release, self.stream)
 
     def buffer(self, shape: tuple[int, ...], dtype: str) -> CudaBuffer:
         size = size_of(shape, dtype)
@@ -234,6 +248,7 @@ class _Recorded:
                 driver.abort_capture(stream)
                 raise
             self._graph = driver.end_capture(stream)
+            weakref.finalize(self, driver.release, self._graph)
         driver.launch(self._graph, stream)
 
 

@@ -24,12 +24,12 @@ class PlanShape(NamedTuple):
 
 
 def plan_table(tiers: Sequence[int]) -> tuple[PlanShape, ...]:
-    """The fixed shapes of a target, rising: a step, its padded form, a verify pass for each K, a prefill chunk.
+    """The fixed shapes of a target, rising: a plain step of two rows, a verify pass for each K, a prefill chunk.
 
     Args:
-        tiers: the values of K.
+        tiers: the values of K, one above 0 among them; 0 adds a step of one row, whose bits are seldom the others'.
     """
-    narrow = {PlanShape(rows, rows) for rows in (1, 2, *(k + 1 for k in tiers))}
+    narrow = {PlanShape(rows, rows) for rows in (2, *(k + 1 for k in tiers))}
     return (*sorted(narrow), PlanShape(PREFILL_CHUNK, max(tiers) + 1))
 
 

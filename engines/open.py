@@ -47,7 +47,7 @@ class Opener:
         check_available(provider)
         memory, heads = self._gpu()
         graph = bundle.path(info.resident_graph)
-        table = plan_table(bundle.manifest.tiers) if role == "target" else DRAFT_TABLE
+        table = plan_table((0, *bundle.manifest.tiers)) if role == "target" else DRAFT_TABLE
         return OrtEngine(
             graph,
             info,

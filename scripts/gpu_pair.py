@@ -234,7 +234,7 @@ def build_engines(bundle: Bundle, provider: str) -> float:
     """
     if provider not in LIBRARIES:
         return 0.0
-    options = BuildOptions(provider, CudaDriver().arch, bundle.manifest.tiers)
+    options = BuildOptions(provider, CudaDriver().arch, (0, *bundle.manifest.tiers))
     try:
         return sum(build_engine(bundle, role, options)[0].build_seconds for role in ("target", "draft"))
     except OutriderError as error:

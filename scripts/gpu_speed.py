@@ -21,8 +21,9 @@ from gpu_pair import TIERS, Model, SkippedError, build_engines, format_of, open_
 from gpu_provider import TINY, Report
 
 from outrider.engines.bundle import Bundle
-from outrider.engines.cuda import CudaDriver, CudaMemory, DeviceMemoryError
+from outrider.engines.cuda import CudaDriver, CudaMemory
 from outrider.engines.engine import Engine
+from outrider.engines.errors import DeviceMemoryError
 from outrider.engines.round import DeviceRound
 from outrider.engines.tensorrt import LIBRARIES
 from outrider.export.spec import DecoderSpec

@@ -10,6 +10,7 @@ import ctypes
 import json
 from collections.abc import Callable
 from enum import Enum
+from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ class StandInDriver:
         self.calls: list[str] = []
         self.blocked = 0
         self.reads = 0
+        self.handles = 0  # streams, events and graphs that were made and not released
         self.pending: list[Work | int] = []
         self.captured: list[Work] | None = None
         self._done: set[int] = set()
@@ -69,10 +71,15 @@ class StandInDriver:
         self.submit("read" if to_host else "copy", lambda: self._copy(source, target, size))
 
     def new_stream(self) -> int:
+        self.handles += 1
         return 7
 
     def new_event(self) -> Any:
+        self.handles += 1
         return SimpleNamespace(mark=None)
+
+    def release(self, handle: Any) -> None:
+        self.handles -= 1
 
     def record(self, event: Any, stream: Any) -> None:
         assert self.captured is None
@@ -102,6 +109,7 @@ class StandInDriver:
         self.calls.append("end_capture")
         graph, self.captured = self.captured, None
         assert graph is not None
+        self.handles += 1
         return graph
 
     def abort_capture(self, stream: Any) -> None:
@@ -140,14 +148,17 @@ def standin_module(driver: StandInDriver) -> SimpleNamespace:
         def __init__(self, logger: Any) -> None:
             pass
 
-        def deserialize_cuda_engine(self, data: bytes) -> _Engine | None:
-            return _Engine(driver, **json.loads(data)) if data.startswith(b"{") else None
+        def deserialize_cuda_engine(self, data: mmap) -> _Engine | None:
+            text = bytes(data)
+            return _Engine(driver, **json.loads(text)) if text.startswith(b"{") else None
 
     return SimpleNamespace(
         __version__="1.0",
         ILogger=Logger,
         Runtime=Runtime,
         TensorIOMode=_Mode,
+        IRuntimeCache=_Cache,
+        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
         ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
     )
 
@@ -190,6 +201,7 @@ class _Engine:
 
     def create_execution_context(self, config: _Config) -> _Context:
         assert config.strategy == "user" and config.cache is not None
+        assert config.dynamic_shapes_kernel_specialization_strategy == "eager"
         config.cache.content += b"kernel"
         self.contexts.append(_Context(self))
         return self.contexts[-1]
@@ -197,6 +209,7 @@ class _Engine:
 
 class _Config:
     strategy: str | None = None
+    dynamic_shapes_kernel_specialization_strategy = "lazy"
     cache: _Cache | None = None
 
     def create_runtime_cache(self) -> _Cache:

@@ -58,7 +58,7 @@ def test_a_real_model_through_the_command(smollm2: Path, tmp_path: Path) -> None
     result = cli("build", folder, *RTX, "--arch", "sm89", "--json")
     assert result.exit_code == 0, result.output
     (engine,) = json.loads(result.stdout)["engines"]
-    assert engine["plans"] == [[1, 1], [2, 2], [3, 3], [5, 5], [9, 9], [256, 9]]
+    assert engine["plans"] == [[2, 2], [3, 3], [5, 5], [9, 9], [256, 9]]
     layers = engine["layers"]
     assert layers["KV_CACHE_UPDATE"] == engine["aliases"] == 2 * info.num_layers
     assert layers["ATTENTION_INPUT"] == layers["ATTENTION_OUTPUT"] == info.num_layers
@@ -69,7 +69,7 @@ def test_a_real_model_through_the_command(smollm2: Path, tmp_path: Path) -> None
     again = cli("build", folder, *RTX, "--arch", "sm89")
     assert "it was there" in again.stdout and "60 caches updated in place" in again.stdout
     shown = cli("inspect", folder).stdout
-    for words in ("plans of 1, 2, 3, 5, 9, 256 rows", "30 fused attentions", "KV_CACHE_UPDATE 60", "exactness_here"):
+    for words in ("plans of 2, 3, 5, 9, 256 rows", "30 fused attentions", "KV_CACHE_UPDATE 60", "exactness_here"):
         assert words in shown
 
 
@@ -88,7 +88,7 @@ def test_every_shape_of_the_family(changes: dict[str, Any], tmp_path: Path) -> N
     info = export_bundle(str(source), None, tmp_path / "bundle", options, threads=THREADS).target
     engine, _ = build_engine(Bundle(tmp_path / "bundle"), "target", BuildOptions("tensorrt-rtx", "any", (3,)))
     assert engine.layers["ATTENTION_INPUT"] == info.num_layers and engine.aliases == 2 * info.num_layers
-    assert [rows for rows, _ in engine.plans] == [1, 2, 4, 256]
+    assert [rows for rows, _ in engine.plans] == [2, 4, 256]
 
 
 def test_an_engine_for_each_model_and_architecture(bundle: Path) -> None:
@@ -115,6 +115,7 @@ def test_only_what_changed_is_built_again(bundle: Path) -> None:
     assert build_engine(Bundle(bundle), "target", options) == (before, False)
     for changed in (
         BuildOptions("tensorrt-rtx", "sm89", (4,)),
+        BuildOptions("tensorrt-rtx", "sm89", (0, 4)),
         BuildOptions("tensorrt-rtx", "sm89", (4,), weight_streaming=True),
     ):
         engine, new = build_engine(Bundle(bundle), "target", changed)
@@ -195,6 +196,7 @@ def test_what_cannot_be_built(tiny_bundle: Path, standard: Path) -> None:
     message = refused_by_cli("build", standard, *RTX, "--arch", "sm77")
     assert "'sm77'" in message and "sm89, sm120" in message and "any" in message
     assert "tiers" in refused_by_cli("build", standard, *RTX, "--arch", "sm89", "--k", "3")
+    assert "tiers" in refused_by_cli("build", standard, *RTX, "--arch", "sm89", "--k", "0")
     assert "no architecture" in refused_by_cli("build", standard, *RTX, "--arch", ",")
     assert "is not a folder" in refused_by_cli("build", standard / "nowhere", *RTX, "--arch", "sm89")
     message = refused_by_cli("build", standard, "--engine", "tensorrt", "--arch", "sm89")
@@ -228,6 +230,6 @@ def test_no_driver(built: Path) -> None:
         message = refused_by_cli("generate", built, "-p", "x", "--provider", "tensorrt-rtx")
         assert "driver" in message or "GPU" in message
         shown = cli("inspect", built, "--provider", "tensorrt-rtx")
-        assert shown.exit_code == 0 and message in shown.stdout and "plans of 1, 2, 3, 5, 256 rows" in shown.stdout
+        assert shown.exit_code == 0 and message in shown.stdout and "plans of 2, 3, 5, 256 rows" in shown.stdout
     else:
         pytest.skip("there is a GPU here")

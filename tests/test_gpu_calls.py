@@ -150,9 +150,15 @@ def test_memory_is_given_back(standard_bundle: Path) -> None:
     del section
     pipeline, device_driver = on_standin(standard_bundle)
     pipeline.generate("one two", k=4, drafter="model", max_new_tokens=20)
+    logits = pipeline.target_engine.plan(5, 5).run(np.array([[1, 2, 3, 4, 5]]), np.zeros(1, np.int32))
+    before = logits.copy()
     del pipeline, memory
     gc.collect()
+    assert np.array_equal(logits, before)  # what was read stays as long as it is looked at
+    del logits
+    gc.collect()
     assert not driver._alive and not device_driver._alive
+    assert driver.handles == device_driver.handles == 0
 
 
 def test_too_little_memory(standard_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from residents import list_engines, standin_library
 from standin import StandInDriver
 
 from outrider.engines.bundle import Bundle
-from outrider.engines.cuda import CudaMemory, DeviceMemoryError
+from outrider.engines.cuda import CudaMemory
 from outrider.engines.engine import Engine, HeadInputs, noise_slots
-from outrider.engines.errors import OutriderError
+from outrider.engines.errors import DeviceMemoryError, OutriderError
 from outrider.engines.tensorrt import TensorrtEngine
 
 SCRIPT = Path(gpu_check.__file__)
@@ -195,7 +195,7 @@ def test_the_shapes_are_those_of_llama() -> None:
 
 
 class OverStandIn:
-    """A provider over the stand-in for TensorRT; ``break_graphs`` spoils what its CUDA graphs do."""
+    """A provider over the stand-in for TensorRT; with ``break_graphs`` the first pair's CUDA graphs do nothing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drivers: list[StandInDriver] = []

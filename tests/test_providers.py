@@ -25,7 +25,7 @@ from outrider.export import ExportOptions, export_bundle
 
 GOLDEN = Path(__file__).with_name("golden") / "providers.json"
 GRAPH = Path("target/model.onnx")
-TABLE = plan_table((2, 4, 8))
+TABLE = plan_table((0, 2, 4, 8))
 LOWERING = {"cpu": "fused", "cuda": "fused", "ort-tensorrt": "standard", "ort-tensorrt-rtx": "standard"}
 TENSORRT = [provider for provider in PROVIDERS if provider.startswith("ort-")]
 INFO = ModelInfo(

@@ -30,6 +30,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "int4", "fp8")
 class BuildOptions:
     """``arch`` is ``sm89`` or the like, or ``any``; ``tiers`` are the values of K to have a plan for.
 
+    Of a target, K = 0 is a plan of one row: the fastest plain decoding, but TensorRT lays out most weights anew for it.
     ``weight_streaming`` lets weights that do not fit on the device stay on the host.
     """
 
@@ -61,7 +62,7 @@ def build_engine(
     info = bundle.manifest.models[role]
     check_graph(bundle, info)
     tiers = bundle.manifest.tiers
-    if not options.tiers or not set(options.tiers) <= set(tiers):
+    if not any(options.tiers) or not set(options.tiers) <= {0, *tiers}:
         raise OutriderError(
             f"K = {_list(options.tiers)} is not among the tiers of {bundle.folder}, {_list(tiers)}; export with --k"
         )
@@ -81,8 +82,8 @@ def build_engine(
         raise KeyboardInterrupt
     if plan is None:
         raise OutriderError(
-            f"{options.engine} could not build {bundle.path(info.resident_graph)} ({info.precision}) for {options.arch}: "
-            f"{library.log.take()}; build for another --arch, or export with another --precision"
+            f"{options.engine} could not build {bundle.path(info.resident_graph)} ({info.precision}) for "
+            f"{options.arch}: {library.log.take()}; build for another --arch, or export with another --precision"
         )
     record = EngineFile(
         file=f"{ENGINES}/{role}.{options.engine}-{library.version}.{options.arch}.engine",

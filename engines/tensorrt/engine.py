@@ -6,6 +6,7 @@ All contexts share one stream and one block of activation memory, since only one
 from __future__ import annotations
 
 import hashlib
+import mmap
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,10 +45,11 @@ class TensorrtEngine:
         self._library, self._record = library, record
         self.info, self.memory, self.heads = info, memory, heads
         self._runtime = trt.Runtime(library.log.logger)
-        self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            self._engine = self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
             raise OutriderError(f"{path} does not load: {library.log.take()}")
-        self._kernels = _KernelCache(self._engine, record, memory.driver.name)
+        self._kernels = _KernelCache(trt, self._engine, record, memory.driver.name)
         self._streaming = streams_weights(record)
         self.capturable = not self._streaming
         if self._streaming:
@@ -137,10 +139,11 @@ class _KernelCache:
     TensorRT itself has compiled them in the build.
     """
 
-    def __init__(self, engine: Any, record: EngineFile, device: str) -> None:
+    def __init__(self, module: Any, engine: Any, record: EngineFile, device: str) -> None:
+        self._module = module
         self._engine = engine
         self._cache: Any = None
-        if hasattr(engine, "create_runtime_config"):
+        if hasattr(module, "IRuntimeCache"):
             self._cache = engine.create_runtime_config().create_runtime_cache()
             name = hashlib.sha256(f"{record.key} {device}".encode()).hexdigest()[:16]
             path = cache_folder("kernels") / name
@@ -154,6 +157,10 @@ class _KernelCache:
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
         config.set_runtime_cache(self._cache)
+        # At once: the next run is captured, and would keep whatever kernels stand in for those still being compiled.
+        config.dynamic_shapes_kernel_specialization_strategy = (
+            self._module.DynamicShapesKernelSpecializationStrategy.EAGER
+        )
         return self._engine.create_execution_context(config)
 
 
