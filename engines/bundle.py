@@ -91,6 +91,11 @@ class EngineFile:
     options: dict[str, str]
     build_seconds: float
 
+    @property
+    def slot(self) -> tuple[str, str, str, str]:
+        """What a bundle has one engine for."""
+        return self.role, self.engine, self.version, self.arch
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -162,20 +167,27 @@ class Bundle:
         return self.path(engine.file)
 
     def add_engine(self, engine: EngineFile, built: Path) -> None:
-        """Move a built file to its place and list it, in place of an engine of the same name.
+        """Move a built file to its place and list it, in place of the one for the same model, library and architecture.
 
-        The manifest is replaced last and at once: an interrupt leaves the bundle as it was.
+        The manifest is read again, since others may have built meanwhile, and replaced at once: an interrupt leaves the
+        bundle as it was, with a file more at most.
         """
         path = self.path(engine.file)
         path.parent.mkdir(exist_ok=True)
         entry = {"bytes": built.stat().st_size, "sha256": sha256_of(built)}
         built.replace(path)
-        kept = tuple(other for other in self.manifest.engines if other.file != engine.file)
-        self.manifest = replace(self.manifest, engines=(*kept, engine))
-        self.files = self.files | {engine.file: entry}
+        now = _read_manifest(self.folder)
+        files: dict[str, dict[str, Any]] = _parse(dict[str, dict[str, Any]], now.get("files"), "files")
+        manifest: Manifest = _parse(Manifest, now.get("manifest"), "manifest")
+        old = {other.file for other in manifest.engines if other.slot == engine.slot}
+        kept = tuple(other for other in manifest.engines if other.file not in old)
+        self.manifest = replace(manifest, engines=(*kept, engine))
+        self.files = {name: listed for name, listed in files.items() if name not in old} | {engine.file: entry}
         work = self.folder / f".{MANIFEST}.new"
         _write_record(work, self.manifest, self.files)
         work.replace(self.folder / MANIFEST)
+        for name in old - {engine.file}:
+            self.path(name).unlink(missing_ok=True)
 
     @property
     def chat_template(self) -> str | None:

@@ -159,6 +159,8 @@ class Pipeline:
     def decode(self, request: Request, drafter: str, k: int, *, exact: bool = True) -> Iterator[int]:
         """The tokens of a request as they are committed; what the device can decide is decided there.
 
+        Nothing is touched before the first token is asked for.
+
         Args:
             drafter: one of ``DRAFTERS``.
             exact: False for passes at their fastest, whatever their bits.
@@ -166,12 +168,14 @@ class Pipeline:
         target = self.target if exact else CachedModel(self.target_engine, self.target.min_rows, exact=False)
         heads = self.target_engine.heads
         if heads is None or not can_stay(request.chooser, request.rule):
-            return decode(target, self.drafter(drafter), k, request)
+            yield from decode(target, self.drafter(drafter), k, request)
+            return
         law = ResidentLaw(heads, request.chooser)
         if drafter == "model" and k and self.draft is not None and self.draft.engine.heads is heads:
             pair = ResidentPair(target, self.draft, law, self._device_round(k))
-            return decode(pair.target, pair, k, request)
-        return decode(ResidentModel(target, law), self.drafter(drafter), k, request)
+            yield from decode(pair.target, pair, k, request)
+        else:
+            yield from decode(ResidentModel(target, law), self.drafter(drafter), k, request)
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a prompt.

@@ -146,7 +146,8 @@ class ResidentPair:
         self.target.verified = (length - 1, [tokens[-1], *result.drafts], rows)
         self.target.seconds += perf_counter() - launched
         self.seconds += launched - start
-        return [Draft(token) for token in result.drafts[:k]]
+        ends = (i for i, token in enumerate(result.drafts[:k], start=1) if token in history.end_token_ids)
+        return [Draft(token) for token in result.drafts[: next(ends, k)]]  # behind an end, nothing could stand
 
 
 class _VerifiedModel(ResidentModel):

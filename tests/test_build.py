@@ -12,7 +12,7 @@ import onnx
 import pytest
 from checkpoints import write_tiny
 from conftest import THREADS
-from refusals import cli, cut, flip, refused, refused_by_cli, remove
+from refusals import Change, cli, cut, flip, refused, refused_by_cli, remove
 
 from outrider.engines.bundle import Bundle, EngineFile, sha256_of
 from outrider.engines.tensorrt import BuildOptions, build_engine
@@ -120,27 +120,36 @@ def test_only_what_changed_is_built_again(bundle: Path) -> None:
     ):
         engine, new = build_engine(Bundle(bundle), "target", changed)
         assert new and engine.key != before.key and only_engine(bundle) == engine
+        assert [path.name for path in (bundle / "engines").iterdir()] == [Path(engine.file).name]
         before = engine
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        cut("engines/target.tensorrt-rtx-1.7.1.116.sm89.engine", lambda size: size // 2),
-        flip("engines/target.tensorrt-rtx-1.7.1.116.sm89.engine", 5000),
-        remove("engines/target.tensorrt-rtx-1.7.1.116.sm89.engine"),
+        lambda name: cut(name, lambda size: size // 2),
+        lambda name: flip(name, 5000),
+        remove,
     ],
     ids=["cut", "one bit", "missing"],
 )
-def test_a_damaged_engine(damage: Callable[[Path], Any], bundle: Path) -> None:
+def test_a_damaged_engine(damage: Callable[[str], Change], bundle: Path) -> None:
     """The bundle still serves other providers; the engine is refused with the command, which builds it again."""
-    damage(bundle)
+    damage(only_engine(bundle).file)(bundle)
     opened = Bundle(bundle)
     message = refused(lambda: opened.engine_path(only_engine(bundle)))
     assert f"outrider build {bundle} --engine tensorrt-rtx --arch sm89" in message
     assert cli("generate", bundle, "-p", "the dog", "--max-new-tokens", "3").exit_code == 0
     engine, new = build_engine(opened, "target", BuildOptions("tensorrt-rtx", "sm89", (2, 4)))
     assert new and Bundle(bundle).engine_path(engine).is_file()
+
+
+def test_two_builds_at_a_time(bundle: Path) -> None:
+    """Neither takes the other's engine out of the manifest."""
+    one, other = Bundle(bundle), Bundle(bundle)
+    build_engine(one, "draft", BuildOptions("tensorrt-rtx", "sm89", (2,)))
+    build_engine(other, "target", BuildOptions("tensorrt-rtx", "sm120", (2,)))
+    assert len(Bundle(bundle).manifest.engines) == 3
 
 
 def names(folder: Path) -> list[str]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 from collections import Counter
+from enum import Enum
 from itertools import product
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ from standin import StandInDriver
 from test_resident import LAWS
 
 from outrider.engines.bundle import Bundle
-from outrider.engines.cuda import CudaMemory
+from outrider.engines.cuda import CudaDriver, CudaMemory
 from outrider.engines.engine import HeadInputs, noise_slots
 from outrider.engines.errors import DeviceMemoryError
 from outrider.engines.tensorrt import TensorrtEngine
@@ -247,3 +250,55 @@ def test_compiled_kernels_are_kept(standard_bundle: Path, tmp_path: Path, monkey
         path.write_bytes(b"cut")
     assert kernels() == first
     assert [path.read_bytes() for path in first] == contents
+
+
+class _Status(Enum):
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorInsufficientDriver = 35
+    cudaErrorNoDevice = 100
+    cudaErrorIllegalAddress = 700
+
+
+def runtime(status: _Status, count: int = 1, **calls: Any) -> SimpleNamespace:
+    """As much of cuda-bindings' runtime as opening a device takes."""
+    done = _Status.cudaSuccess
+    properties = SimpleNamespace(name=b"GPU\0", major=8, minor=9)
+    return SimpleNamespace(
+        cudaError_t=_Status,
+        cudaGetDeviceCount=lambda: (status, count),
+        cudaRuntimeGetVersion=lambda: (done, 13050),
+        cudaSetDevice=lambda device: (done,),
+        cudaGetDeviceProperties=lambda device: (done, properties),
+        cudaGetErrorString=lambda code: (done, b"something"),
+        **calls,
+    )
+
+
+def test_what_the_driver_refuses_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(module: Any) -> CudaDriver:
+        package = ModuleType("cuda.bindings")
+        if module is not None:
+            package.runtime = module  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+        return CudaDriver()
+
+    message = refused(lambda: opened(None))
+    assert "pip install cuda-bindings" in message
+    message = refused(lambda: opened(runtime(_Status.cudaErrorInsufficientDriver)))
+    assert "driver for CUDA 13.5" in message and "--provider cpu" in message
+    for status, count in ((_Status.cudaErrorNoDevice, 0), (_Status.cudaSuccess, 0)):
+        message = refused(lambda: opened(runtime(status, count)))  # noqa: B023
+        assert "no GPU" in message and status.name in message
+    out_of_memory = runtime(
+        _Status.cudaSuccess,
+        cudaMalloc=lambda size: (_Status.cudaErrorMemoryAllocation, 0),
+        cudaMemGetInfo=lambda: (_Status.cudaSuccess, 5_000_000, 8_000_000),
+        cudaStreamNonBlocking=1,
+        cudaStreamCreateWithFlags=lambda flags: (_Status.cudaErrorIllegalAddress, None),
+    )
+    driver = opened(out_of_memory)
+    assert (driver.name, driver.arch) == ("GPU", "sm89")
+    message = refused(lambda: driver.allocate(10**7))
+    assert "10 MB are needed, 5 of 8 MB are free" in message and "--max-length" in message
+    assert "something (cudaErrorIllegalAddress)" in refused(driver.new_stream)

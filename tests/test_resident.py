@@ -70,6 +70,31 @@ def test_counters_are_those_of_the_host_loop(both: tuple[Pipeline, Pipeline]) ->
     assert ours["num_accepted_draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("position", [1, 3, 6])
+def test_an_end_inside_a_round(both: tuple[Pipeline, Pipeline], position: int) -> None:
+    """Where the text ends, and what is counted, whether the end was drafted or not."""
+    host, resident = both
+    free = host.generate("one two three", k=0, max_new_tokens=20, ignore_eos=True).token_ids
+    for end in (free[position], 311):
+        options = {"k": 8, "drafter": "model", "max_new_tokens": 20, "eos_token_id": end}
+        found, expected = (pipeline.generate("one two three", **options) for pipeline in (resident, host))
+        assert (found.token_ids, found.finish_reason) == (expected.token_ids, expected.finish_reason)
+        ours, theirs = counters(found), counters(expected)
+        assert ours.pop("draft_steps") >= theirs.pop("draft_steps")
+        assert ours == theirs
+
+
+def test_a_newer_request_leaves_an_older_one_alone(both: tuple[Pipeline, Pipeline]) -> None:
+    """What the device chooses by changes when the newer one takes its first token, not when it is made."""
+    host, resident = both
+    older = resident.stream("one two", max_new_tokens=12, k=2, **LAWS["temperature"])
+    tokens = [next(older._tokens).token_id for _ in range(3)]
+    newer = resident.stream("one two", max_new_tokens=12, k=2)
+    tokens += [token.token_id for token in older]
+    assert tokens == host.generate("one two", max_new_tokens=12, k=0, **LAWS["temperature"]).token_ids
+    assert newer.result().token_ids == host.generate("one two", max_new_tokens=12, k=0).token_ids
+
+
 def test_requests_take_turns(both: tuple[Pipeline, Pipeline]) -> None:
     """Host and device rounds share the caches, in any order, and a prompt's prefix is kept over all of them."""
     host, resident = both

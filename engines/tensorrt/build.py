@@ -86,7 +86,7 @@ def build_engine(
             f"{options.arch}: {library.log.take()}; build for another --arch, or export with another --precision"
         )
     record = EngineFile(
-        file=f"{ENGINES}/{role}.{options.engine}-{library.version}.{options.arch}.engine",
+        file=f"{ENGINES}/{role}.{options.engine}-{library.version}.{options.arch}.{key[:8]}.engine",
         role=role,
         engine=options.engine,
         version=library.version,

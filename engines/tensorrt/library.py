@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -79,29 +80,36 @@ def progress_monitor(module: Any, report: Progress) -> Any:
             self._phases: dict[str, tuple[str | None, int, int]] = {}  # name -> (parent, steps done, steps)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self._phases[phase_name] = (parent_phase, 0, max(1, num_steps))
-            self._report(phase_name)
+            with self._watched():
+                self._phases[phase_name] = (parent_phase, 0, max(1, num_steps))
+                self._report(phase_name)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            parent, _, steps = self._phases[phase_name]
-            self._phases[phase_name] = (parent, step + 1, steps)
-            self._report(phase_name)
+            with self._watched():
+                parent, _, steps = self._phases[phase_name]
+                self._phases[phase_name] = (parent, step + 1, steps)
+                self._report(phase_name)
             return not self.interrupted
 
         def phase_finish(self, phase_name: str) -> None:
-            self._phases.pop(phase_name, None)
+            with self._watched():
+                self._phases.pop(phase_name, None)
+
+        @contextmanager
+        def _watched(self) -> Iterator[None]:
+            try:
+                yield
+            except KeyboardInterrupt:  # it would end in the library's code, which knows no exceptions of Python
+                self.interrupted = True
 
         def _report(self, name: str) -> None:
-            share, phase, inner = 0.0, name, 0.0
+            share, phase = 0.0, name
             while True:
                 parent, done, steps = self._phases[phase]
-                inner = share = min(1.0, (done + inner) / steps)
+                share = min(1.0, (done + share) / steps)
                 if parent is None or parent not in self._phases:
                     break
                 phase = parent
-            try:
-                report(name, share)
-            except KeyboardInterrupt:  # it would end in the library's own threads
-                self.interrupted = True
+            report(name, share)
 
     return Monitor()
