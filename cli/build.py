@@ -12,7 +12,7 @@ import click
 from outrider.cli import options
 from outrider.engines.bundle import Bundle, EngineFile
 from outrider.engines.errors import OutriderError
-from outrider.engines.tensorrt import ANY, LIBRARIES, BuildOptions, build_engine, streams_weights
+from outrider.engines.tensorrt import ANY, LIBRARIES, BuildOptions, build_engine, check_build
 
 
 @click.command()
@@ -29,7 +29,7 @@ from outrider.engines.tensorrt import ANY, LIBRARIES, BuildOptions, build_engine
     "tiers",
     type=options.tiers,
     metavar="K,K,...",
-    help="Of the bundle's tiers, by default all; 0 adds passes of one row, and half the size.",
+    help="Of the bundle's tiers, by default all; 0 adds passes of one row, and makes the engine half as large again.",
 )
 @click.option("--weight-streaming", is_flag=True, help="Let weights that do not fit on the GPU stay on the host.")
 @options.as_json
@@ -38,37 +38,45 @@ def build(
 ) -> None:
     """Build TensorRT engines of a bundle's models, ahead of time."""
     opened = Bundle(bundle)
-    archs = list(dict.fromkeys(name.strip() for name in arch.split(",") if name.strip()))
+    archs = list(dict.fromkeys(_arch(name) for name in arch.split(",") if name.strip()))
     if not archs:
         raise OutriderError(f"--arch {arch!r} names no architecture; give one, as in sm89")
-    jobs = [(role, name) for name in archs for role in opened.manifest.models]
+    settings = [BuildOptions(engine, name, tiers or opened.manifest.tiers, weight_streaming) for name in archs]
+    jobs = [(role, one) for one in settings for role in opened.manifest.models]
+    for job in jobs:  # before the first is built
+        check_build(opened, *job)
     results = []
-    for number, (role, name) in enumerate(jobs, start=1):
-        settings = BuildOptions(engine, name, tiers or opened.manifest.tiers, weight_streaming)
-        with options.progress_bar(100, f"{role} {name} ({number} of {len(jobs)})") as bar:
+    for number, (role, wanted) in enumerate(jobs, start=1):
+        with options.progress_bar(100, f"{role} {wanted.arch} ({number} of {len(jobs)})") as bar:
 
             def progress(stage: str, share: float, bar: Any = bar) -> None:
                 bar.update(max(0, int(100 * share) - bar.pos), stage)
 
-            results.append(build_engine(opened, role, settings, progress))
+            results.append(build_engine(opened, role, wanted, progress))
     if as_json:
         records = [asdict(record) | opened.files[record.file] | {"built_now": new} for record, new in results]
         click.echo(json.dumps({"bundle": str(bundle), "engines": records}, indent=2))
         return
     for record, new in results:
-        click.echo(describe_engine(record, opened.files[record.file]["bytes"]) + ("" if new else " (it was there)"))
+        click.echo(f"{'built' if new else 'found'}  {describe_engine(record, opened.files[record.file]['bytes'])}")
+
+
+def _arch(name: str) -> str:
+    """``89``, ``SM89`` and ``sm_89`` as ``sm89``."""
+    name = name.strip().lower().replace("_", "")
+    return f"sm{name}" if name.isdigit() else name
 
 
 def describe_engine(engine: EngineFile, size: int) -> str:
     """An engine in a line."""
     layers = engine.layers
     parts = [
-        f"{engine.role:7} {engine.engine} {engine.version} {engine.arch}, {size / 1e6:.1f} MB",
+        f"{engine.role} {engine.engine} {engine.version} {engine.arch}, {size / 1e6:.1f} MB",
         f"plans of {', '.join(str(rows) for rows, _ in engine.plans)} rows",
         f"{layers.get('ATTENTION_INPUT', 0)} fused attentions",
         f"{engine.aliases} caches updated in place",
         f"{layers.get('DEQUANTIZE', 0)} dequantized matrices" if layers.get("DEQUANTIZE") else "",
-        "weight streaming" if streams_weights(engine) else "",
-        f"built in {engine.build_seconds:.1f} s: {engine.file}",
+        "weight streaming" if engine.weight_streaming else "",
+        f"built in {engine.build_seconds:.1f} s",
     ]
     return "; ".join(part for part in parts if part)

@@ -11,8 +11,10 @@ import click
 
 from outrider.cli import options
 from outrider.cli.build import describe_engine
-from outrider.engines.bundle import Bundle
+from outrider.engines.bundle import Bundle, EngineFile
 from outrider.engines.errors import OutriderError
+
+_LAYERS = ("ATTENTION_INPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING", "MATRIX_MULTIPLY", "DEQUANTIZE", "CAST")
 
 
 @click.command()
@@ -21,15 +23,12 @@ from outrider.engines.errors import OutriderError
 @options.as_json
 def inspect(bundle: Path, load: options.Load, as_json: bool) -> None:
     """Show what a bundle holds, how it was checked, the engines built of it, and how it runs here."""
-    opened = Bundle(bundle)
-    facts: dict[str, Any] = {**asdict(opened.manifest), "files": opened.files, **_here(bundle, load)}
+    opened, here = _here(bundle, load)
+    facts: dict[str, Any] = {**asdict(opened.manifest), "files": opened.files, **here}
     if as_json:
         click.echo(json.dumps(facts, indent=2))
         return
-    facts["engines"] = {
-        engine.file: f"{describe_engine(engine, opened.files[engine.file]['bytes'])}; layers {_inline(engine.layers)}"
-        for engine in opened.manifest.engines
-    }
+    facts["engines"] = {engine.file: _engine(opened, engine) for engine in opened.manifest.engines}
     for key, value in facts.items():
         if isinstance(value, dict) and value and (key == "engines" or isinstance(next(iter(value.values())), dict)):
             for name, entry in value.items():
@@ -38,14 +37,25 @@ def inspect(bundle: Path, load: options.Load, as_json: bool) -> None:
             click.echo(f"{key}: {_inline(value)}")
 
 
-def _here(bundle: Path, load: options.Load) -> dict[str, Any]:
-    """How the models run on this machine, or why they do not."""
+def _engine(bundle: Bundle, engine: EngineFile) -> str:
+    """An engine in a line, with what is wrong with its file, and the layers that matter (all of them in the JSON)."""
+    try:
+        bundle.engine_path(engine)
+        damage = ""
+    except OutriderError as error:
+        damage = f"DAMAGED: {error}; "
+    layers = {name: engine.layers[name] for name in _LAYERS if name in engine.layers}
+    return f"{damage}{describe_engine(engine, bundle.files[engine.file]['bytes'])}; layers {_inline(layers)}"
+
+
+def _here(bundle: Path, load: options.Load) -> tuple[Bundle, dict[str, Any]]:
+    """The bundle, and how its models run on this machine, or why they do not."""
     try:
         pipeline = load(bundle)
     except OutriderError as error:
-        return {"here": str(error)}
+        return Bundle(bundle), {"not_here": str(error)}
     engines = {"target": pipeline.target_engine, "draft": pipeline.draft_engine}
-    return {
+    return pipeline.bundle, {
         "here": {role: engine.describe() for role, engine in engines.items() if engine},
         "exactness_here": pipeline.exactness,
         "min_rows_here": pipeline.target.min_rows,

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_origin, get_type_hints
@@ -39,9 +40,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 class ModelInfo:
     """What an engine must know of a graph, and what was proved of it at export.
 
-    ``capacity`` is the number of cache positions a sequence owns; ``min_rows`` the fewest rows with which a pass gives
-    the bits that every larger pass gives; ``exactness`` is ``bitwise`` when the row probe held (see ``probe.py``) on
-    ``device``; ``check`` is the comparison with the checkpoint.
+    ``capacity`` is the number of cache positions a sequence owns; ``exactness`` and ``min_rows`` are what the row probe
+    found on ``device`` (see ``probe.py``), ``unprobed`` where none could run; ``check`` is the comparison with the
+    checkpoint.
     """
 
     graph: str
@@ -88,7 +89,7 @@ class EngineFile:
     plans: tuple[tuple[int, ...], ...]
     layers: dict[str, int]
     aliases: int
-    options: dict[str, str]
+    weight_streaming: bool
     build_seconds: float
 
     @property
@@ -176,18 +177,20 @@ class Bundle:
         path.parent.mkdir(exist_ok=True)
         entry = {"bytes": built.stat().st_size, "sha256": sha256_of(built)}
         built.replace(path)
-        now = _read_manifest(self.folder)
-        files: dict[str, dict[str, Any]] = _parse(dict[str, dict[str, Any]], now.get("files"), "files")
-        manifest: Manifest = _parse(Manifest, now.get("manifest"), "manifest")
-        old = {other.file for other in manifest.engines if other.slot == engine.slot}
-        kept = tuple(other for other in manifest.engines if other.file not in old)
-        self.manifest = replace(manifest, engines=(*kept, engine))
-        self.files = {name: listed for name, listed in files.items() if name not in old} | {engine.file: entry}
-        work = self.folder / f".{MANIFEST}.new"
-        _write_record(work, self.manifest, self.files)
-        work.replace(self.folder / MANIFEST)
-        for name in old - {engine.file}:
-            self.path(name).unlink(missing_ok=True)
+        with _locked(self.folder):
+            now = _read_manifest(self.folder)
+            files: dict[str, dict[str, Any]] = _parse(dict[str, dict[str, Any]], now.get("files"), "files")
+            manifest: Manifest = _parse(Manifest, now.get("manifest"), "manifest")
+            old = {other.file for other in manifest.engines if other.slot == engine.slot}
+            kept = tuple(other for other in manifest.engines if other.file not in old)
+            self.manifest = replace(manifest, engines=(*kept, engine))
+            self.files = {name: listed for name, listed in files.items() if name not in old} | {engine.file: entry}
+            work = self.folder / f".{MANIFEST}.new"
+            _write_record(work, self.manifest, self.files)
+            work.replace(self.folder / MANIFEST)
+        with suppress(OSError):
+            for name in old - {engine.file}:
+                self.path(name).unlink()
 
     @property
     def chat_template(self) -> str | None:
@@ -227,6 +230,22 @@ def write_manifest(work: Path, manifest: Manifest) -> None:
         if path.is_file()
     }
     _write_record(work / MANIFEST, manifest, files)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time changes the manifest, where the system has locks of this kind."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def build_command(folder: Path, engine: str, arch: str) -> str:
@@ -285,7 +304,7 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         return tuple(_parse(args[0], item, name) for item in value)
     if origin is dict and isinstance(value, dict):
         return {key: _parse(args[1], item, f"{name}.{key}") for key, item in value.items()}
-    if kind is Any or (kind in (str, int, float) and isinstance(value, (int, float) if kind is float else kind)):
+    if kind is Any or (kind in (str, int, float, bool) and isinstance(value, (int, float) if kind is float else kind)):
         return value
     raise ValueError(f"{name} is {value!r}")
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 
-def cache_folder(name: str) -> Path:
-    """A folder of this name under ``$XDG_CACHE_HOME``, by default ``~/.cache``, made if need be."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "outrider" / name
-    folder.mkdir(parents=True, exist_ok=True)
+def cache_folder(name: str) -> Path | None:
+    """A folder of this name under ``$XDG_CACHE_HOME``, by default ``~/.cache``; None where none can be made."""
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "outrider" / name
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # read-only, or a user without a home
+        return None
     return folder
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import DeviceMemoryError, OutriderError
 from outrider.engines.memory import Launch, element_of, size_of
+
+_DRIVER = Path("/proc/driver/nvidia")
 
 
 class Driver(Protocol):
@@ -69,9 +72,12 @@ class CudaDriver:
         self._cuda = runtime
         status, count = runtime.cudaGetDeviceCount()
         if status == runtime.cudaError_t.cudaErrorInsufficientDriver:
+            major = runtime.cudaRuntimeGetVersion()[1] // 1000
+            if _DRIVER.exists():
+                raise OutriderError(f"the NVIDIA driver here is too old for CUDA {major}; install a newer one")
             raise OutriderError(
-                "there is no NVIDIA driver here that is new enough; install a driver for CUDA "
-                f"{_version(runtime.cudaRuntimeGetVersion()[1])} or later, or use --provider cpu"
+                f"there is no NVIDIA driver here, which a GPU needs for CUDA {major}; engines are built without one, "
+                "and run where there is one"
             )
         if status != runtime.cudaError_t.cudaSuccess or count == 0:
             raise OutriderError(f"CUDA finds no GPU here ({status.name}); use --provider cpu")
@@ -250,7 +256,3 @@ class _Recorded:
             self._graph = driver.end_capture(stream)
             weakref.finalize(self, driver.release, self._graph)
         driver.launch(self._graph, stream)
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"

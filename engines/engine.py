@@ -13,6 +13,7 @@ from outrider.engines.memory import Memory
 
 PREFILL_CHUNK = 256  # rows of a prefill pass; a longer prompt takes several
 NO_CUTOFF = -3e38
+_UNKNOWN = -1  # no key of a noise slot
 CHOICE_MARGIN = 1e-4  # of a token's Gumbel score: far above what float32 arithmetic can change it by
 
 
@@ -132,6 +133,7 @@ class HeadInputs:
         """The best token wins."""
         for slot, key in enumerate(self._keys):
             if key is not None:
+                self._keys[slot] = _UNKNOWN  # should an interrupt come in between
                 self._slots[slot].write(0)
                 self._keys[slot] = None
 
@@ -139,5 +141,6 @@ class HeadInputs:
         """Have ``noise(key)``, float32 ``[V]``, in the slot of a position, unless it is there."""
         slot = position % len(self._slots)
         if self._keys[slot] != key:
+            self._keys[slot] = _UNKNOWN
             self._slots[slot].write(noise(key))
             self._keys[slot] = key

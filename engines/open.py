@@ -14,7 +14,7 @@ from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine, check_available
 from outrider.engines.providers import PROVIDERS as ORT_PROVIDERS
 from outrider.engines.providers import cache_key, check_provider, provider_setup
-from outrider.engines.tensorrt import LIBRARIES, TensorrtEngine, check_graph, load_library
+from outrider.engines.tensorrt import LIBRARIES, TensorrtEngine, check_built, check_graph, load_library
 
 PROVIDERS = (*ORT_PROVIDERS, *LIBRARIES)
 
@@ -42,6 +42,7 @@ class Opener:
         if provider in LIBRARIES:
             check_graph(bundle, info)
             library = load_library(provider)
+            check_built(bundle, role, library)
             return TensorrtEngine.load(bundle, role, library, *self._gpu())
         check_provider(provider, info, bundle.path(info.graph))
         check_available(provider)
@@ -59,7 +60,7 @@ class Opener:
             cache=self._cache(provider, role, table, memory) if provider.startswith("ort-") else None,
         )
 
-    def _cache(self, provider: str, role: str, table: Sequence[PlanShape], memory: CudaMemory) -> Path:
+    def _cache(self, provider: str, role: str, table: Sequence[PlanShape], memory: CudaMemory) -> Path | None:
         """The user's folder of what ONNX Runtime compiles of this model for this GPU."""
         import onnxruntime as ort
 

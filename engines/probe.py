@@ -23,7 +23,8 @@ class RowProbe:
     """What holds of passes of at least ``min_rows`` rows.
 
     ``exactness`` is ``bitwise`` when all of them agree; ``fixed-rows`` when those of ``min_rows`` agree, whatever a
-    row's place and neighbours, so that all tokens must come from such passes; else ``tolerance``.
+    row's place and neighbours, so that all tokens must come from such passes; else ``tolerance``. With ``fixed-rows`` a
+    prompt whose beginning is in the cache from another request may be given other bits than one that is prefilled.
     """
 
     exactness: str

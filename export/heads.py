@@ -7,7 +7,7 @@
            cutoff        float32 [B, 1, 1]   log(min_p): tokens further below the best are out; -3e38 for none
   outputs  choices       int64 [B, N]        the token that each wanted row chooses
            near          int32 [B, N]        1 where no rounding can have changed the choice (greedy: none can);
-                                             -1 where no token can be chosen
+                                             -1 where logits are no finite numbers
            tail          int64 [B, 2]        the last two tokens of the sequence behind this pass
            next_lengths  int32 [B]           cache length behind this pass
            tail_lengths  int32 [B]           the same less one: where a draft model takes ``tail``
@@ -94,7 +94,7 @@ class _Heads:
     def _count_near(self, score: str, shifted: str, top: str) -> None:
         """1 where the winner leads by more than the margin and is above the cutoff by more than it, or the best.
 
-        Logits that are no numbers leave nothing above the cutoff, not even the best.
+        -1 where a logit is no finite number: compared with anything, it is not the larger.
         """
         graph, node = self.graph, self.graph.node
         margin = graph.constant("heads.margin", CHOICE_MARGIN, np.float32)
@@ -109,9 +109,11 @@ class _Heads:
             counts.append(node("ReduceSum", [number, "heads.last_axis"], f"heads.{kind}.count", keepdims=0))
         twice = node("Add", [counts[0], counts[0]], "heads.maybe.twice")
         number = node("Cast", [node("Sub", [twice, counts[1]], "heads.near")], "heads.near.int32", to=_INT32)
-        found = node(
-            "Squeeze", [node("Greater", [top, "heads.lowest"], "heads.found.row"), "heads.last_axis"], "heads.found"
-        )
+        finite = node("GreaterOrEqual", [shifted, "heads.lowest"], "heads.finite")
+        finite = node("Cast", [finite], "heads.finite.number", to=_FLOAT)
+        finite = node("ReduceSum", [finite, "heads.last_axis"], "heads.finite.count", keepdims=0)
+        size = graph.constant("heads.vocab_size", self.vocab_size, np.float32)
+        found = node("Equal", [finite, size], "heads.found")
         node("Where", [found, number, graph.constant("heads.nothing", -1, np.int32)], "near")
         graph.output("near", np.int32, ["batch", "logit_rows"])
 

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any, cast
 
 from outrider.engines.bundle import TOKENIZER, Bundle
-from outrider.engines.engine import Engine, smallest_shape
+from outrider.engines.engine import Engine, PlanShape
 from outrider.engines.errors import OutriderError
 from outrider.engines.open import Opener
 from outrider.engines.plan import BoundEngine
@@ -51,10 +51,10 @@ class Pipeline:
         self.target_engine = target
         self.draft_engine = draft
         table = target.table
-        self.tiers = tuple(k for k in bundle.manifest.tiers if not table or smallest_shape(table, k + 1, k + 1))
+        self.tiers = tuple(k for k in bundle.manifest.tiers if not table or PlanShape(k + 1, k + 1) in table)
         self.exactness, min_rows = self._probe_rows()
         self.target = CachedModel(target, min_rows)
-        self.draft = CachedModel(draft, draft.info.min_rows if draft.heads is None else 1) if draft else None
+        self.draft = CachedModel(draft, 1) if draft else None  # its bits decide no text
         self._rounds: dict[int, DeviceRound] = {}
         self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
         if self.draft is not None:
@@ -83,6 +83,8 @@ class Pipeline:
             OutriderError: the bundle is not whole, or its engine cannot run here.
         """
         bundle = Bundle(folder)
+        if draft_provider and not bundle.manifest.draft:
+            raise OutriderError(f"{folder} has no draft model; leave --draft-provider out")
         opener = Opener(bundle, threads)
         target = opener.open("target", provider)
         draft = opener.open("draft", draft_provider or provider) if bundle.manifest.draft else None
@@ -165,14 +167,17 @@ class Pipeline:
             drafter: one of ``DRAFTERS``.
             exact: False for passes at their fastest, whatever their bits.
         """
-        target = self.target if exact else CachedModel(self.target_engine, self.target.min_rows, exact=False)
+        target = self.target
+        if not exact:
+            target = CachedModel(self.target_engine, 1, exact=False)
+            target.tokens = self.target.tokens  # one cache, one list
         heads = self.target_engine.heads
         if heads is None or not can_stay(request.chooser, request.rule):
             yield from decode(target, self.drafter(drafter), k, request)
             return
         law = ResidentLaw(heads, request.chooser)
         if drafter == "model" and k and self.draft is not None and self.draft.engine.heads is heads:
-            pair = ResidentPair(target, self.draft, law, self._device_round(k))
+            pair = ResidentPair(target, self.draft, law, self.device_round(k))
             yield from decode(pair.target, pair, k, request)
         else:
             yield from decode(ResidentModel(target, law), self.drafter(drafter), k, request)
@@ -240,7 +245,7 @@ class Pipeline:
             )
         return self._grammars.compile(**options.grammar)
 
-    def _device_round(self, k: int) -> DeviceRound:
+    def device_round(self, k: int) -> DeviceRound:
         """Of the smallest tier that holds K drafts; made once and kept."""
         tier = next(tier for tier in self.tiers if tier >= k)
         if tier not in self._rounds:

@@ -27,7 +27,8 @@ class Speculation:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """``exactness`` is ``bitwise`` when the row probe held on this machine: the text is plain decoding's own.
+    """``exactness`` is what the row probe found on this machine: with ``bitwise`` and ``fixed-rows`` the text is plain
+    decoding's own (see ``engines/probe.py``).
 
     ``seed`` is the one that was used; None when decoding was greedy. ``logprobs`` has an entry for each token, or is
     None when none were asked for.

@@ -8,7 +8,8 @@ log-probabilities, other acceptance rules) takes the ordinary way: a copy of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
@@ -86,13 +87,22 @@ class ResidentModel(CachedModel):
     def _run(self, plan: Plan, ids: NDArray[np.int64], wanted: int) -> list[Row]:
         behind = self.length + ids.shape[1] + 1
         self._law.prepare(behind - wanted, behind)
-        plan.submit(ids, self._lengths)
+        with self.timed():
+            plan.submit(ids, self._lengths)
         self._law.prepare(behind, behind + wanted)  # while the device works: likely needed by the next pass
-        choices, near = plan.choices()
+        with self.timed():
+            choices, near = plan.choices()
         unwanted = choices.shape[1] - wanted
         return self._law.rows(
             choices[0, unwanted:].tolist(), near[0, unwanted:].tolist(), lambda row: plan.logits(unwanted + row)
         )
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the block as the engine's."""
+        start = perf_counter()
+        yield
+        self.seconds += perf_counter() - start
 
 
 class ResidentPair:
@@ -111,43 +121,50 @@ class ResidentPair:
         self._round = device_round
         self._agreed = 0
         self._device_state: tuple[int, list[int]] | None = None  # what the device goes on from by itself
-        self.passes = 0
-        self.seconds = 0.0
+        self._steps = 0
+
+    @property
+    def passes(self) -> int:
+        return self._steps + self._draft.passes
+
+    @property
+    def seconds(self) -> float:
+        """Of the draft's prefill; its steps are part of the round, whose time is the target's."""
+        return self._draft.seconds
 
     def begin(self) -> None:
         self._agreed = 0
         self._device_state = None
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
-        tokens, length, draft = history.tokens, len(history), self._draft
-        device_round, size = self._round, self._round.k
-        if length < 2 or length + size > draft.max_length:
+        tokens, length, draft, size = history.tokens, len(history), self._draft, self._round.k
+        room = draft.max_length + 1 - length  # what is drafted past its own context is worth nothing
+        if length < 2 or room < 1:
             return []
-        start = perf_counter()
         draft.keep(tokens, self._agreed)
         if draft.length < length - 2:
             draft.extend(tokens[draft.length : length - 2], 1)
         self._law.prepare(length, length + size + 1)
         if self._device_state != (length, tokens[-2:]):
-            device_round.set_state(tokens[-2:], length)
-        self.passes += size + draft.passes
-        draft.passes = 0
-        launched = perf_counter()
-        device_round.launch()
+            self._round.set_state(tokens[-2:], length)
+        target = self.target
+        with target.timed():
+            self._round.launch()
         # While the device works: where the text stands then is not known, but its next positions are.
         self._law.prepare(length + size + 1, length + 2 * size + 2)
-        result = device_round.read()
+        with target.timed():
+            result = self._round.read()
+        self._steps += size
         draft.tokens[length - 2 :] = [*tokens[-2:], *result.drafts[:-1]]
         self._agreed = length
         accepted = _agreement(result.drafts, result.choices)
-        tail = [*tokens[-1:], *result.choices[: accepted + 1]][-2:]
+        tail = [tokens[-1], *result.choices[: accepted + 1]][-2:]
         self._device_state = (length + accepted + 1, tail)
-        rows = self._law.rows(result.choices, result.near, device_round.logits)
-        self.target.verified = (length - 1, [tokens[-1], *result.drafts], rows)
-        self.target.seconds += perf_counter() - launched
-        self.seconds += launched - start
-        ends = (i for i, token in enumerate(result.drafts[:k], start=1) if token in history.end_token_ids)
-        return [Draft(token) for token in result.drafts[: next(ends, k)]]  # behind an end, nothing could stand
+        rows = self._law.rows(result.choices, result.near, self._round.logits)
+        target.verified = (length - 1, [tokens[-1], *result.drafts], rows)
+        drafts = result.drafts[: min(k, room)]
+        ends = (i for i, token in enumerate(drafts, start=1) if token in history.end_token_ids)
+        return [Draft(token) for token in drafts[: next(ends, k)]]  # behind an end, nothing could stand
 
 
 class _VerifiedModel(ResidentModel):

@@ -17,7 +17,8 @@ class CachedModel:
 
     ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded. With
     ``exact`` False one-row passes run at their fastest instead, whatever their bits.
-    ``passes`` and ``seconds`` count the engine's work, so that the rest of a round is the host's.
+    ``passes`` and ``seconds`` count the engine's work, so that the rest of a round is the host's. On a device that is
+    the time of submitting and of waiting.
     """
 
     def __init__(self, engine: Engine, min_rows: int, exact: bool = True) -> None:
@@ -68,14 +69,14 @@ class CachedModel:
         plan = self.engine.plan(max(count, self.min_rows), max(wanted, self.min_rows), self.exact)
         self._lengths[0] = self.length
         ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
-        start = perf_counter()
         rows = self._run(plan, ids, wanted)
-        self.seconds += perf_counter() - start
         self.passes += 1
         self.tokens += tokens
         return rows
 
     def _run(self, plan: Plan, ids: NDArray[np.int64], wanted: int) -> Sequence[Row]:
         """Rows of the last ``wanted`` of ``ids [1, n]``."""
+        start = perf_counter()
         rows: NDArray[np.float32] = plan.run(ids, self._lengths)[0, -wanted:]
+        self.seconds += perf_counter() - start
         return rows  # type: ignore[return-value]  # numpy's arrays are sequences in all but name

@@ -8,7 +8,8 @@ Runs from the source tree, installed or not, without a network: models are rando
 and libraries there are; checks each provider that is there on a small pair (logits, row probe, replay of CUDA graphs,
 whole rounds); then measures the fastest of them on a pair of the shape of Llama 8B + 1B, or the largest that fits.
 Each part is a process of its own: what one breaks, the others do not see. With --cpu the same on the CPU, with tiny
-shapes, to check this script. Exits 1 when a part failed; one that cannot run here is skipped, saying why.
+shapes, to check this script. A part that cannot run here is skipped, saying why. Exits 1 when a part failed, or one
+that was asked for by name was skipped, and 2 when no provider ran.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +44,7 @@ SPEED_UP_GOAL, SPEED_UP_LENGTH, HOST_GOAL, BANDWIDTH_GOAL = 2.0, 3.0, 100, 0.7
 Part = dict[str, Any]
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--out", type=Path, help="Write all figures there, as JSON.")
 @click.option("--work", type=Path, help="Keep models and engines there; by default a temporary folder.")
 @click.option("--budget", default=330.0, help="Seconds for everything; parts that come too late are skipped.")
@@ -78,7 +80,15 @@ def main(
     print(table(report))
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    sys.exit(any(part["status"] == "failed" for part in parts.values()))
+    sys.exit(exit_code(parts, providers))
+
+
+def exit_code(parts: dict[str, Part], asked: tuple[str, ...]) -> int:
+    if any(part["status"] == "failed" for part in parts.values()):
+        return 1
+    if any(parts[name]["status"] == "skipped" for name in asked):
+        return 1
+    return 0 if any(part["status"] == "ok" for name, part in parts.items() if name != "environment") else 2
 
 
 @dataclass
@@ -186,9 +196,15 @@ def _part(
         return environment()
     kind, _, provider = name.partition(":")
     if kind == "speed":
+        from gpu_pair import SkippedError
         from gpu_speed import check_speed
 
-        return check_speed(provider, work, seconds, report)
+        try:
+            return check_speed(provider, work, seconds, report)
+        except Exception as error:
+            if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+                raise SkippedError(f"out of memory: {error}") from None
+            raise
     from gpu_provider import check_provider
 
     return check_provider(name, work, checkpoint, report)
@@ -259,6 +275,8 @@ def _providers() -> list[str]:
 
 def _driver() -> str:
     query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
+    if shutil.which("nvidia-smi") is None:
+        raise FileNotFoundError("there is no nvidia-smi")
     return subprocess.check_output(["nvidia-smi", query, "--format=csv,noheader"], text=True).strip()
 
 
@@ -271,10 +289,21 @@ def goals(parts: dict[str, Part]) -> list[dict[str, Any]]:
     host = rounds.get("host_microseconds")
     share = speed.get("plain", {}).get("bandwidth_share")
     large = str(speed.get("pair", "")).startswith("8B")
+    exactness = {
+        name: part["figures"]["checks"]["rows"]["exactness"]
+        for name, part in parts.items()
+        if "exactness" in part["figures"].get("checks", {}).get("rows", {})
+    }
     return [
         {
+            "goal": "the same text for every K: bitwise or fixed-rows",
+            "figure": ", ".join(f"{name} {found}" for name, found in exactness.items()) or None,
+            "of": "row probe",
+            "met": "tolerance" not in exactness.values() if exactness else None,
+        },
+        {
             "goal": f"speed-up at mean acceptance length {SPEED_UP_LENGTH:g}, 8B shape: at least {SPEED_UP_GOAL:g}",
-            "figure": speed_up,
+            "figure": speed_up if large else None,
             "of": speed.get("pair"),
             "met": None if speed_up is None or not large else speed_up >= SPEED_UP_GOAL,
         },
@@ -285,10 +314,10 @@ def goals(parts: dict[str, Part]) -> list[dict[str, Any]]:
             "met": None if host is None else host < HOST_GOAL,
         },
         {
-            "goal": f"plain decoding, share of the memory's bandwidth: at least {BANDWIDTH_GOAL:g}",
-            "figure": share,
+            "goal": f"plain decoding, 8B shape, share of the memory's bandwidth: at least {BANDWIDTH_GOAL:g}",
+            "figure": share if large else None,
             "of": speed.get("pair"),
-            "met": None if share is None else share >= BANDWIDTH_GOAL,
+            "met": None if share is None or not large else share >= BANDWIDTH_GOAL,
         },
     ]
 
@@ -303,8 +332,10 @@ def table(report: dict[str, Any]) -> str:
         lines += [(f"  {check}", status, "", text) for check, status, text in rows_of(name, part["figures"])]
     for entry in report["goals"]:
         met = {None: "not measured", True: "met", False: "missed"}[entry["met"]]
-        figure = "" if entry["figure"] is None else f"{entry['figure']:.3g} ({entry['of']})"
-        lines.append(("goal", met, "", f"{entry['goal']}: {figure}".rstrip(": ")))
+        figure = entry["figure"]
+        if figure is not None:
+            figure = f"{figure if isinstance(figure, str) else format(figure, '.3g')} ({entry['of']})"
+        lines.append(("goal", met, "", f"{entry['goal']}: {figure or ''}".rstrip(": ")))
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     rows = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines

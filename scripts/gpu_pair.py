@@ -63,8 +63,6 @@ def verdict(error: Exception) -> dict[str, Any]:
     if isinstance(error, SkippedError):
         return {"status": "skipped", "reason": str(error)}
     text = str(error).strip().partition("\n")[0]
-    if "out of memory" in text.lower() or isinstance(error, MemoryError):
-        return {"status": "skipped", "reason": f"out of memory: {text}"}
     if isinstance(error, FaultError):
         return {"status": "failed", "reason": text, **error.figures}
     return {

@@ -238,7 +238,7 @@ def pass_costs(pipeline: Pipeline) -> dict[str, Any]:
     jobs: dict[str, Callable[[], Any]] = {"step": _pass(target, 1), "draft": _pass(draft, 1)}
     for k in TIERS:
         jobs[f"verify {k}"] = _pass(target, k + 1)
-        jobs[f"round {k}"] = _round(device_round(pipeline, k))
+        jobs[f"round {k}"] = _round(pipeline.device_round(k))
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(_PASSES + 3):
         for name in list(jobs)[:: 1 if turn % 2 else -1]:
@@ -279,18 +279,9 @@ def _round(rounds: DeviceRound) -> Callable[[], Any]:
     return run
 
 
-def device_round(pipeline: Pipeline, k: int) -> DeviceRound:
-    return DeviceRound(
-        pipeline.target_engine,  # type: ignore[arg-type]
-        pipeline.draft_engine,  # type: ignore[arg-type]
-        k,
-        max(k + 1, pipeline.target.min_rows),
-    )
-
-
 def sweep(pipeline: Pipeline, deadline: float) -> dict[str, Any]:
     """Speed-up over plain decoding by K and imposed mean acceptance length, orders alternating, medians of pairs."""
-    rounds = {k: device_round(pipeline, k) for k in TIERS}
+    rounds = {k: pipeline.device_round(k) for k in TIERS}
     step = pipeline.target_engine.plan(pipeline.target.min_rows, pipeline.target.min_rows)
     cells = [Cell(length, k, acceptance_rate(length, k)) for length in LENGTHS for k in TIERS if length <= k + 1]
     plain = Cell(1.0, 0, 0.0)

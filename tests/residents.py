@@ -44,8 +44,7 @@ def list_engines(bundle: Bundle, library: Library, arch: str = "sm89", tiers: tu
         built = bundle.folder / "built"
         built.write_bytes(engine_bytes(bundle.path(info.resident_graph), list(plans)))
         file = f"engines/{role}.{library.version}.{arch}.engine"
-        options = {"weight_streaming": "false"}
-        record = EngineFile(file, role, library.name, library.version, arch, key, plans, {}, 4, options, 0.0)
+        record = EngineFile(file, role, library.name, library.version, arch, key, plans, {}, 4, False, 0.0)
         bundle.add_engine(record, built)
 
 

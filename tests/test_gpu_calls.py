@@ -212,7 +212,13 @@ def test_a_tier_that_was_not_built(standard_bundle: Path, tmp_path: Path, host: 
     message = refused(lambda: pipeline.generate("one two", k=4))
     assert "0 to 2" in message and "build with --k 4" in message
     found = pipeline.generate("one two", max_new_tokens=9)
-    assert found.k == 2 and found.token_ids == host.generate("one two", k=0, max_new_tokens=9).token_ids
+    expected = host.generate("one two", k=0, max_new_tokens=9).token_ids
+    assert found.k == 2 and found.token_ids == expected
+    wide, _ = on_standin(Path(shutil.copytree(standard_bundle, tmp_path / "wide")), tiers=(4,))
+    assert wide.tiers == (4,)
+    for k in (None, 1, 2, 3, 4):
+        for drafter in ("model", "ngram"):
+            assert wide.generate("one two", k=k, drafter=drafter, max_new_tokens=9).token_ids == expected
 
 
 def test_replays_take_changed_inputs(device: tuple[Pipeline, StandInDriver], host: Pipeline) -> None:
@@ -250,6 +256,10 @@ def test_compiled_kernels_are_kept(standard_bundle: Path, tmp_path: Path, monkey
         path.write_bytes(b"cut")
     assert kernels() == first
     assert [path.read_bytes() for path in first] == contents
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # where no folder can be made
+    pipeline, _ = on_standin(standard_bundle)
+    assert pipeline.generate("one two", k=4, max_new_tokens=5).token_ids
 
 
 class _Status(Enum):
@@ -278,15 +288,14 @@ def runtime(status: _Status, count: int = 1, **calls: Any) -> SimpleNamespace:
 def test_what_the_driver_refuses_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(module: Any) -> CudaDriver:
         package = ModuleType("cuda.bindings")
-        if module is not None:
-            package.runtime = module  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+        package.runtime = module  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "cuda.bindings", package if module else None)  # type: ignore[arg-type]
         return CudaDriver()
 
     message = refused(lambda: opened(None))
     assert "pip install cuda-bindings" in message
     message = refused(lambda: opened(runtime(_Status.cudaErrorInsufficientDriver)))
-    assert "driver for CUDA 13.5" in message and "--provider cpu" in message
+    assert "NVIDIA driver" in message and "CUDA 13" in message
     for status, count in ((_Status.cudaErrorNoDevice, 0), (_Status.cudaSuccess, 0)):
         message = refused(lambda: opened(runtime(status, count)))  # noqa: B023
         assert "no GPU" in message and status.name in message

@@ -55,7 +55,9 @@ def test_on_the_cpu_every_part_runs_and_writes_its_figures(tmp_path: Path) -> No
     assert speed["plain"]["ms_per_token"] > 0 and speed["passes"]["v"].keys() == {"2", "4", "8"}
     cells = {(cell["length"], cell["k"]) for cell in speed["sweep"]["cells"]}
     assert cells == {(length, k) for length in (1.5, 2, 3, 4) for k in (2, 4, 8) if length <= k + 1}
-    assert report["goals"][0]["met"] is None and all(goal["figure"] for goal in report["goals"])
+    # Goals of a size that is not run here are not measured; the others have a figure.
+    assert [goal["met"] is None for goal in report["goals"]] == [goal["figure"] is None for goal in report["goals"]]
+    assert report["goals"][0]["met"] and report["goals"][0]["figure"] == "cpu bitwise"
     assert all(name in printed for name in (*parts, *CHECKS, "goal"))
 
 
@@ -73,16 +75,16 @@ def test_what_cannot_run_here_is_skipped_with_the_reason(tmp_path: Path) -> None
     code, printed, report = run(tmp_path / "out.json", "--provider", "cuda", "--provider", "ort-tensorrt")
     if report["parts"]["cuda"]["status"] != "skipped":
         pytest.skip("there is a GPU")
-    assert code == 0
+    assert code == 1  # they were asked for
     for name, part in report["parts"].items():
         assert part["status"] == ("ok" if name == "environment" else "skipped")
         assert name == "environment" or part["reason"] in printed
-    assert [goal["met"] for goal in report["goals"]] == [None] * 3
+    assert [goal["met"] for goal in report["goals"]] == [None] * 4
 
 
 def test_parts_behind_the_budget_are_skipped(tmp_path: Path) -> None:
     code, _, report = run(tmp_path / "out.json", "--cpu", "--budget", "0")
-    assert code == 0
+    assert code == 2
     assert report["parts"]["environment"]["status"] == "ok"
     for name in ("cpu", "speed"):
         assert report["parts"][name]["status"] == "skipped" and report["parts"][name]["reason"]
@@ -112,13 +114,7 @@ def test_a_part_that_dies_or_hangs_has_failed(tmp_path: Path, monkeypatch: pytes
     ("error", "status", "reason"),
     [
         (gpu_pair.SkippedError("no driver"), "skipped", "no driver"),
-        (
-            DeviceMemoryError("the GPU is out of memory: 9 MB"),
-            "skipped",
-            "out of memory: the GPU is out of memory: 9 MB",
-        ),
-        (RuntimeError("CUDA error: Out of memory"), "skipped", "out of memory: CUDA error: Out of memory"),
-        (MemoryError(), "skipped", "out of memory: "),
+        (DeviceMemoryError("the GPU is out of memory: 9 MB"), "failed", "the GPU is out of memory: 9 MB"),
         (OutriderError("refused"), "failed", "refused"),
         (ValueError("x\ny"), "failed", "ValueError: x"),
         (gpu_pair.FaultError("wrong", {"figure": 1}), "failed", "wrong"),
@@ -128,6 +124,31 @@ def test_verdicts(error: Exception, status: str, reason: str) -> None:
     found = gpu_pair.verdict(error)
     assert (found["status"], found["reason"]) == (status, reason)
     assert ("figure" in found) == isinstance(error, gpu_pair.FaultError)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "asked", "code"),
+    [
+        ({"environment": "ok", "cuda": "ok", "speed": "ok"}, (), 0),
+        ({"environment": "ok", "cuda": "ok", "tensorrt": "skipped", "speed": "skipped"}, (), 0),
+        ({"environment": "ok", "cuda": "ok", "tensorrt": "skipped", "speed": "ok"}, ("tensorrt",), 1),
+        ({"environment": "ok", "cuda": "failed", "speed": "ok"}, (), 1),
+        ({"environment": "ok", "cuda": "skipped", "speed": "skipped"}, (), 2),
+    ],
+)
+def test_success_means_that_something_ran(statuses: dict[str, str], asked: tuple[str, ...], code: int) -> None:
+    assert gpu_check.exit_code({name: {"status": status} for name, status in statuses.items()}, asked) == code
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: Out of memory"), ValueError("odd")])
+def test_only_the_large_pair_may_be_too_large(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(gpu_speed, "check_speed", check)
+    kind = ValueError if isinstance(error, ValueError) else gpu_pair.SkippedError
+    with pytest.raises(kind):
+        gpu_check._part("speed:cuda", Path(), None, 1.0, lambda figures: None)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

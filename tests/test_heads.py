@@ -125,17 +125,51 @@ def test_a_token_at_the_cutoff_is_left_to_the_host(heads: ort.InferenceSession) 
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_no_numbers_are_left_to_the_host(heads: ort.InferenceSession, value: float) -> None:
-    """Whole rows of them, as a broken model gives: the chosen id is in range, and the host refuses the row."""
-    logits = np.full((2, VOCABULARY), value, np.float32)
-    logits[1] = np.arange(VOCABULARY)
+@pytest.mark.parametrize("where", [slice(None), slice(17, 18), slice(299, 300)])
+def test_logits_that_are_no_numbers_are_left_to_the_host(
+    heads: ort.InferenceSession, value: float, where: slice
+) -> None:
+    """Whole rows of them, as a broken model gives, or one: the chosen id is in range, and the host has the row."""
+    logits = np.tile(np.arange(VOCABULARY, dtype=np.float32), (2, 1))
+    logits[0, where] = value
     found = run(heads, logits, [1, 1])
     assert found["near"].tolist() == [-1, 1]
     assert 0 <= found["choices"][0] < VOCABULARY
     law = ResidentLaw(HeadInputs(HostMemory(), VOCABULARY, SLOTS), chooser_at(1, SamplingOptions()))
     row, _ = law.rows(found["choices"].tolist(), found["near"].tolist(), lambda index: logits[index])
-    with pytest.raises(OutriderError, match=r"position 1|the logits"):
-        chooser_at(1, SamplingOptions()).choose(row)
+    if value == -np.inf and where != slice(None):
+        assert chooser_at(1, SamplingOptions()).choose(row) == logits[0].argmax()  # a mask, to the host
+    else:
+        with pytest.raises(OutriderError, match=r"position 1|the logits"):
+            chooser_at(1, SamplingOptions()).choose(row)
+
+
+def test_an_interrupt_leaves_no_noise_behind() -> None:
+    """In the middle of a write, before or after: what a slot holds is then unknown, and it is written anew."""
+    heads = HeadInputs(HostMemory(), VOCABULARY, SLOTS)
+
+    def ones(key: int) -> NDArray[np.float32]:
+        return np.ones(VOCABULARY, np.float32)
+
+    def interrupted(values: Any) -> None:
+        honest(values)
+        raise KeyboardInterrupt
+
+    slot = heads._slots[3]
+    honest = slot.write
+    for act in (lambda: heads.set_noise(3, 5, ones), heads.clear_noise):
+        slot.write = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        slot.write = honest  # type: ignore[method-assign]
+        heads.set_noise(3, 5, ones)
+        assert heads.noise.read()[0, 3].all()
+    slot.write = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        heads.set_noise(3, 6, ones)
+    slot.write = honest  # type: ignore[method-assign]
+    heads.clear_noise()
+    assert not heads.noise.read().any()
 
 
 def one_hot(choices: Sequence[int]) -> NDArray[np.float32]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import write_tiny
 from conftest import THREADS
+from refusals import refused_by_cli
 from residents import on_cpu
 
 from outrider.engines.errors import OutriderError
@@ -199,3 +200,19 @@ def test_a_draft_of_another_lowering_and_precision(workdir: Path, tiny: Path, ti
     mixed = Pipeline(resident.bundle, resident.target_engine, host.draft_engine)
     plain = host.generate("one two three", k=0, max_new_tokens=40)
     assert mixed.generate("one two three", k=4, max_new_tokens=40).token_ids == plain.token_ids
+
+
+def test_passes_at_their_fastest_share_the_cache(both: tuple[Pipeline, Pipeline]) -> None:
+    """What they leave in it is known to the next request."""
+    for pipeline in both:
+        expected = pipeline.generate("the quick brown fox", k=0, max_new_tokens=9).token_ids
+        request = pipeline.new_request(pipeline.encode("one two three"), SamplingOptions(max_new_tokens=9))
+        for _ in pipeline.decode(request, "none", 0, exact=False):
+            pass
+        assert pipeline.generate("the quick brown fox", k=0, max_new_tokens=9).token_ids == expected
+
+
+def test_a_provider_for_a_draft_that_is_not_there(smollm2_int4: Pipeline) -> None:
+    folder = smollm2_int4.bundle.folder
+    message = refused_by_cli("generate", folder, "-p", "x", "--draft-provider", "cpu")
+    assert "no draft model" in message and "--draft-provider" in message

@@ -129,8 +129,6 @@ def test_all_row_counts_up_to_a_prefill_chunk_agree(smollm2_int4: Pipeline) -> N
 @pytest.mark.parametrize("lowering", ["fused", "standard"])
 def test_a_ragged_batch_equals_single_runs(tiny: Path, tmp_path: Path, precision: str, lowering: str) -> None:
     """Two sequences of other lengths in one pass: batch is a dimension of the graph, and neighbours do not matter."""
-    if lowering == "standard" and precision == "int4":
-        pytest.skip("the standard lowering has no int4")
     options = ExportOptions(precision=precision, lowering=lowering, tiers=(4,), max_length=96)
     export_bundle(str(tiny), None, tmp_path / "bundle", options, threads=2)
     bundle = Bundle(tmp_path / "bundle")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,12 +18,15 @@ from time import perf_counter
 from typing import Any
 
 from outrider.engines.bundle import ENGINES, Bundle, EngineFile, ModelInfo
+from outrider.engines.cache import store
 from outrider.engines.cuda import CudaDriver
 from outrider.engines.engine import DRAFT_TABLE, PlanShape, plan_table
 from outrider.engines.errors import OutriderError
-from outrider.engines.tensorrt.library import Library, Progress, load_library, progress_monitor
+from outrider.engines.tensorrt.library import Interrupts, Library, Progress, load_library, progress_monitor
 
 ANY = "any"  # an engine for every architecture that the library supports
+_LEAST_ARCH = {"bf16": 80, "int4": 80, "fp8": 89}
+_SETTINGS = 1  # another number for engines that this module would build in another way
 PRECISIONS = ("fp32", "fp16", "bf16", "int4", "fp8")
 
 
@@ -40,6 +44,34 @@ class BuildOptions:
     weight_streaming: bool = False
 
 
+def check_build(bundle: Bundle, role: str, options: BuildOptions) -> Library:
+    """The library of a build that can begin.
+
+    Raises:
+        OutriderError: the library is not installed, the graph is not for it, it has no such architecture, a K that the
+            bundle does not serve, or a folder that cannot be written.
+    """
+    library = load_library(options.engine)
+    check_graph(bundle, bundle.manifest.models[role])
+    _capabilities(library, options.arch)
+    precision = bundle.manifest.models[role].precision
+    least = _LEAST_ARCH.get(precision, 0)
+    if options.arch != ANY and int(options.arch[2:]) < least:
+        raise OutriderError(
+            f"{precision} needs sm{least} or newer, not {options.arch}; export with another --precision"
+        )
+    tiers = bundle.manifest.tiers
+    if not any(options.tiers):
+        raise OutriderError("no K above 0 is to be built; give one, as in --k 0,4")
+    if not set(options.tiers) <= {0, *tiers}:
+        raise OutriderError(
+            f"K = {_list(options.tiers)} is not among the tiers of {bundle.folder}, {_list(tiers)}; export with --k"
+        )
+    if not os.access(bundle.folder, os.W_OK):
+        raise OutriderError(f"{bundle.folder} cannot be written; build in a copy of the bundle")
+    return library
+
+
 def build_engine(
     bundle: Bundle,
     role: str,
@@ -55,35 +87,25 @@ def build_engine(
         The engine's record, and whether it was built now.
 
     Raises:
-        OutriderError: the library is not installed, the graph is not for it, it refuses a node or has no such
-            architecture, a K that the bundle does not serve; the bundle is left as it was.
+        OutriderError: see ``check_build``, or the library refuses a node; the bundle is left as it was.
     """
-    library = load_library(options.engine)
-    info = bundle.manifest.models[role]
-    check_graph(bundle, info)
-    tiers = bundle.manifest.tiers
-    if not any(options.tiers) or not set(options.tiers) <= {0, *tiers}:
-        raise OutriderError(
-            f"K = {_list(options.tiers)} is not among the tiers of {bundle.folder}, {_list(tiers)}; export with --k"
-        )
-    capabilities = _capabilities(library, options.arch)
+    library, info = check_build(bundle, role, options), bundle.manifest.models[role]
     table = plan_table(options.tiers) if role == "target" else DRAFT_TABLE
     key = engine_key(bundle, role, library, options, table)
     found = _built(bundle, key)
     if found is not None:
         return found, False
     start = perf_counter()
-    network = _Network(library, bundle.path(info.resident_graph), info)
-    config = _configure(library, network, table, capabilities, options)
-    monitor = config.progress_monitor = progress_monitor(library.module, progress)
-    timing = _TimingCache(library, config, bundle.folder / ENGINES / f"{options.engine}-{options.arch}.timing")
-    plan = network.builder.build_serialized_network(network.definition, config)
-    if monitor.interrupted:
+    with Interrupts() as interrupts:
+        network = _Network(library, bundle.path(info.resident_graph), info)
+        monitor = progress_monitor(library.module, progress, interrupts)
+        plan = _serialized(library, network, table, options, bundle.folder / ENGINES, monitor)
+    if interrupts.came:
         raise KeyboardInterrupt
     if plan is None:
         raise OutriderError(
-            f"{options.engine} could not build {bundle.path(info.resident_graph)} ({info.precision}) for "
-            f"{options.arch}: {library.log.take()}; build for another --arch, or export with another --precision"
+            f"{options.engine} could not build {network.graph} ({info.precision}) for {options.arch}: "
+            f"{library.log.take()}; build for another --arch, or export with another --precision"
         )
     record = EngineFile(
         file=f"{ENGINES}/{role}.{options.engine}-{library.version}.{options.arch}.{key[:8]}.engine",
@@ -95,12 +117,29 @@ def build_engine(
         plans=tuple(tuple(shape) for shape in table),
         layers=network.layers,
         aliases=network.aliases,
-        options={"weight_streaming": str(options.weight_streaming).lower()},
+        weight_streaming=options.weight_streaming,
         build_seconds=perf_counter() - start,
     )
     _store(bundle, record, plan)
-    timing.save()
     return record, True
+
+
+def _serialized(
+    library: Library,
+    network: _Network,
+    table: Sequence[PlanShape],
+    options: BuildOptions,
+    folder: Path,
+    monitor: Any,
+) -> Any:
+    """The engine's bytes, built; None where that fails."""
+    config = _configure(library, network, table, options)
+    config.progress_monitor = monitor
+    timing = _TimingCache(library, config, folder / f"{options.engine}-{options.arch}.timing")
+    plan = network.builder.build_serialized_network(network.definition, config)
+    if plan is not None:
+        timing.save()
+    return plan
 
 
 def check_graph(bundle: Bundle, info: ModelInfo) -> None:
@@ -117,6 +156,7 @@ def engine_key(bundle: Bundle, role: str, library: Library, options: BuildOption
     """The sha256 of all that an engine depends on."""
     info = bundle.manifest.models[role]
     parts = {
+        "settings": _SETTINGS,
         "graph": bundle.files[info.resident_graph]["sha256"],
         "weights": bundle.files[info.weights]["sha256"],
         "engine": options.engine,
@@ -128,11 +168,6 @@ def engine_key(bundle: Bundle, role: str, library: Library, options: BuildOption
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def streams_weights(engine: EngineFile) -> bool:
-    """Whether weights that do not fit on the device may stay on the host."""
-    return engine.options.get("weight_streaming") == "true"
-
-
 class _Network:
     """The graph as the library's parser reads it, strongly typed: its types are the graph's own.
 
@@ -141,6 +176,7 @@ class _Network:
 
     def __init__(self, library: Library, graph: Path, info: ModelInfo) -> None:
         trt = library.module
+        self.graph = graph
         self.builder = trt.Builder(library.log.logger)
         self.definition = self.builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(self.definition, library.log.logger)
@@ -158,10 +194,9 @@ class _Network:
             )
 
 
-def _configure(
-    library: Library, network: _Network, table: Iterable[PlanShape], capabilities: Sequence[Any], options: BuildOptions
-) -> Any:
+def _configure(library: Library, network: _Network, table: Iterable[PlanShape], options: BuildOptions) -> Any:
     trt = library.module
+    capabilities = _capabilities(library, options.arch)
     config = network.builder.create_builder_config()
     for shape in table:
         profile = network.builder.create_optimization_profile()
@@ -247,13 +282,14 @@ class _TimingCache:
         self._config = config
         self._path = path if library.name == "tensorrt" else None
         if self._path is not None:
+            path.parent.mkdir(exist_ok=True)
             blob = self._path.read_bytes() if self._path.is_file() else b""
             cache = config.create_timing_cache(blob) or config.create_timing_cache(b"")  # None for a damaged one
             config.set_timing_cache(cache, ignore_mismatch=False)
 
     def save(self) -> None:
         if self._path is not None:
-            self._path.write_bytes(memoryview(self._config.get_timing_cache().serialize()))
+            store(self._path, bytes(memoryview(self._config.get_timing_cache().serialize())))
 
 
 def _list(numbers: Sequence[int]) -> str:

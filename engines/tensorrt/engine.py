@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from outrider.engines.engine import HeadInputs, PlanShape, smallest_shape
 from outrider.engines.errors import DeviceMemoryError, OutriderError
 from outrider.engines.memory import Buffer, Launch
 from outrider.engines.plan import BoundPlan, EngineState
-from outrider.engines.tensorrt.build import ANY, BuildOptions, engine_key, streams_weights
+from outrider.engines.tensorrt.build import ANY, BuildOptions, engine_key
 from outrider.engines.tensorrt.library import Library
 
 
@@ -50,7 +51,7 @@ class TensorrtEngine:
         if self._engine is None:
             raise OutriderError(f"{path} does not load: {library.log.take()}")
         self._kernels = _KernelCache(trt, self._engine, record, memory.driver.name)
-        self._streaming = streams_weights(record)
+        self._streaming = record.weight_streaming
         self.capturable = not self._streaming
         if self._streaming:
             self._engine.weight_streaming_budget_v2 = self._engine.get_weight_streaming_automatic_budget()
@@ -145,11 +146,15 @@ class _KernelCache:
         self._cache: Any = None
         if hasattr(module, "IRuntimeCache"):
             self._cache = engine.create_runtime_config().create_runtime_cache()
-            name = hashlib.sha256(f"{record.key} {device}".encode()).hexdigest()[:16]
-            path = cache_folder("kernels") / name
-            if path.is_file():
-                self._cache.deserialize(path.read_bytes())  # refused, and left empty, when it is not of here and now
-            weakref.finalize(self, _save_kernels, self._cache, path)
+            folder = cache_folder("kernels")
+            if folder is not None:
+                self._keep(folder / hashlib.sha256(f"{record.key} {device}".encode()).hexdigest()[:16])
+
+    def _keep(self, path: Path) -> None:
+        """From the last process and for the next."""
+        with suppress(OSError):
+            self._cache.deserialize(path.read_bytes())  # refused, and left empty, when it is not of here and now
+        weakref.finalize(self, _save_kernels, self._cache, path)
 
     def new_context(self, strategy: Any) -> Any:
         if self._cache is None:
@@ -168,16 +173,28 @@ def _save_kernels(cache: Any, path: Path) -> None:
     store(path, bytes(memoryview(cache.serialize())))
 
 
+def check_built(bundle: Bundle, role: str, library: Library) -> list[EngineFile]:
+    """The engines of a model for a library, of whatever version and architecture.
+
+    Raises:
+        OutriderError: there is none.
+    """
+    engines = bundle.manifest.engines
+    built = [engine for engine in engines if (engine.role, engine.engine) == (role, library.name)]
+    if not built:
+        command = build_command(bundle.folder, library.name, "ARCH")
+        raise OutriderError(f"{bundle.folder} has no {library.name} engine for its {role}; run `{command}`")
+    return built
+
+
 def find_engine(bundle: Bundle, role: str, library: Library, arch: str) -> EngineFile:
-    """The newest engine of a model for this library and architecture.
+    """The engine of a model for this library and architecture, or else the one for all of them.
 
     Raises:
         OutriderError: there is none; what there is, what is needed, and the command that builds it.
     """
     command = build_command(bundle.folder, library.name, arch)
-    built = [engine for engine in bundle.manifest.engines if (engine.role, engine.engine) == (role, library.name)]
-    if not built:
-        raise OutriderError(f"{bundle.folder} has no {library.name} engine for its {role}; run `{command}`")
+    built = check_built(bundle, role, library)
     fitting = [engine for engine in built if engine.version == library.version and engine.arch in (arch, ANY)]
     if not fitting:
         there = ", ".join(f"{engine.version} on {engine.arch}" for engine in built)
@@ -198,4 +215,4 @@ def _table(engine: EngineFile) -> Sequence[PlanShape]:
 
 
 def _options(engine: EngineFile) -> BuildOptions:
-    return BuildOptions(engine.engine, engine.arch, (), streams_weights(engine))
+    return BuildOptions(engine.engine, engine.arch, (), engine.weight_streaming)

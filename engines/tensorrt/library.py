@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -12,7 +13,10 @@ from outrider.engines.errors import OutriderError
 
 # name -> (module, how to install it)
 LIBRARIES = {
-    "tensorrt": ("tensorrt", "run `pip install tensorrt` where its libraries are at hand"),
+    "tensorrt": (
+        "tensorrt",
+        "run `pip install tensorrt` on the GPU machine, or use tensorrt-rtx, which builds without one",
+    ),
     "tensorrt-rtx": ("tensorrt_rtx", "run `pip install 'outrider[tensorrt]'`"),
 }
 
@@ -70,37 +74,49 @@ def load_library(name: str) -> Library:
     return Library(name, module, version, Log(module))
 
 
-def progress_monitor(module: Any, report: Progress) -> Any:
+class Interrupts:
+    """While it is entered, an interrupt from the keyboard is noted, not raised.
+
+    The library calls back into Python in a build, and an exception there would end in code that knows none of them.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        with suppress(ValueError):  # in another thread than the main one, which has none to fear
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        self.came = True
+
+
+def progress_monitor(module: Any, report: Progress, interrupts: Interrupts) -> Any:
     """An ``IProgressMonitor`` that reports the share of all nested phases that is done, and stops at an interrupt."""
 
     class Monitor(module.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             module.IProgressMonitor.__init__(self)
-            self.interrupted = False
             self._phases: dict[str, tuple[str | None, int, int]] = {}  # name -> (parent, steps done, steps)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            with self._watched():
-                self._phases[phase_name] = (parent_phase, 0, max(1, num_steps))
-                self._report(phase_name)
+            self._phases[phase_name] = (parent_phase, 0, max(1, num_steps))
+            self._report(phase_name)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            with self._watched():
-                parent, _, steps = self._phases[phase_name]
-                self._phases[phase_name] = (parent, step + 1, steps)
-                self._report(phase_name)
-            return not self.interrupted
+            parent, _, steps = self._phases[phase_name]
+            self._phases[phase_name] = (parent, step + 1, steps)
+            self._report(phase_name)
+            return not interrupts.came
 
         def phase_finish(self, phase_name: str) -> None:
-            with self._watched():
-                self._phases.pop(phase_name, None)
-
-        @contextmanager
-        def _watched(self) -> Iterator[None]:
-            try:
-                yield
-            except KeyboardInterrupt:  # it would end in the library's code, which knows no exceptions of Python
-                self.interrupted = True
+            self._phases.pop(phase_name, None)
 
         def _report(self, name: str) -> None:
             share, phase = 0.0, name
