@@ -203,7 +203,8 @@ def test_the_command_stops_at_an_interrupt(standard: Path, tmp_path: Path) -> No
     """Wherever it comes: TensorRT's callbacks into Python pass no exception on."""
     folder = Path(shutil.copytree(standard, tmp_path / "bundle"))
     code = (
-        "import os, signal, sys, threading; from outrider.cli import main; import outrider.engines.tensorrt.build as b\n"
+        "import os, signal, sys, threading\n"
+        "from outrider.cli import main; import outrider.engines.tensorrt.build as b\n"
         "begin = b._Network.__init__\n"
         "def later(*args):\n"
         "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); begin(*args)\n"
