@@ -53,7 +53,7 @@ def check_build(bundle: Bundle, role: str, options: BuildOptions) -> Library:
     """
     library = load_library(options.engine)
     check_graph(bundle, bundle.manifest.models[role])
-    _capabilities(library, options.arch)
+    _capability(library, options.arch)
     precision = bundle.manifest.models[role].precision
     least = _LEAST_ARCH.get(precision, 0)
     if options.arch != ANY and int(options.arch[2:]) < least:
@@ -196,7 +196,6 @@ class _Network:
 
 def _configure(library: Library, network: _Network, table: Iterable[PlanShape], options: BuildOptions) -> Any:
     trt = library.module
-    capabilities = _capabilities(library, options.arch)
     config = network.builder.create_builder_config()
     for shape in table:
         profile = network.builder.create_optimization_profile()
@@ -211,10 +210,10 @@ def _configure(library: Library, network: _Network, table: Iterable[PlanShape], 
     elif hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         # Of RTX: passes cannot be captured without it, and weights cannot be streamed with it.
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    if capabilities:
-        config.num_compute_capabilities = len(capabilities)
-        for index, capability in enumerate(capabilities):
-            config.set_compute_capability(capability, index)
+    capability = _capability(library, options.arch)
+    if capability is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(capability, 0)
     return config
 
 
@@ -227,22 +226,22 @@ def input_shape(name: str, declared: Sequence[int], shape: PlanShape) -> tuple[i
     return tuple(1 if size < 0 else size for size in declared)
 
 
-def _capabilities(library: Library, arch: str) -> list[Any]:
-    """The library's names of an architecture; empty for those that are not named in a build."""
-    known = getattr(library.module, "ComputeCapability", None)
-    if known is None:  # TensorRT builds for the device it runs on
+def _capability(library: Library, arch: str) -> Any:
+    """The library's name of an architecture; None where a build names none."""
+    if library.name == "tensorrt":
         here = CudaDriver().arch
         if arch != here:
             raise OutriderError(f"{library.name} builds for the GPU it runs on, which is {here}; use --arch {here}")
-        return []
-    names = [name.lower() for name in known.__members__ if name.startswith("SM")]
+        return None
+    known = library.module.ComputeCapability.__members__
+    names = [name.lower() for name in known if name.startswith("SM")]
     if arch == ANY:
-        return []
+        return None
     if arch not in names:
         raise OutriderError(
             f"{library.name} {library.version} has no architecture {arch!r}; choose of {', '.join(names)}, or {ANY}"
         )
-    return [known.__members__[arch.upper()]]
+    return known[arch.upper()]
 
 
 def _built(bundle: Bundle, key: str) -> EngineFile | None:
