@@ -182,6 +182,7 @@ def test_an_interrupt_leaves_the_bundle_as_it_was(standard: Path, tmp_path: Path
     folder = Path(shutil.copytree(standard, tmp_path / "bundle"))
     before = names(folder), (folder / "manifest.json").read_bytes()
     stages: list[str] = []
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 
     def interrupt(stage: str, share: float) -> None:
         stages.append(stage)
@@ -191,7 +192,7 @@ def test_an_interrupt_leaves_the_bundle_as_it_was(standard: Path, tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         build_engine(Bundle(folder), "target", BuildOptions("tensorrt-rtx", "sm89", (2,)), interrupt)
     assert (names(folder), (folder / "manifest.json").read_bytes()) == before
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, outside) is signal.default_int_handler
     complete: list[str] = []
     build_engine(
         Bundle(folder), "target", BuildOptions("tensorrt-rtx", "sm89", (2,)), lambda *at: complete.append(at[0])
@@ -204,6 +205,7 @@ def test_the_command_stops_at_an_interrupt(standard: Path, tmp_path: Path) -> No
     folder = Path(shutil.copytree(standard, tmp_path / "bundle"))
     code = (
         "import os, signal, sys, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from outrider.cli import main; import outrider.engines.tensorrt.build as b\n"
         "begin = b._Network.__init__\n"
         "def later(*args):\n"

@@ -85,8 +85,9 @@ class Interrupts:
         self._before: Any = None
 
     def __enter__(self) -> Interrupts:
-        with suppress(ValueError):  # in another thread than the main one, which has none to fear
-            self._before = signal.signal(signal.SIGINT, self._note)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a job in the background has none to fear
+            with suppress(ValueError):  # nor has another thread than the main one
+                self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
