@@ -10,7 +10,7 @@ bound to the same memory.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,7 +36,9 @@ class Lowering(Protocol):
         """``(norm(x + residual), x + residual)``."""
         ...
 
-    def silu(self, x: str, name: str) -> str: ...
+    def activation(self, x: str, kind: str, name: str) -> str:
+        """One of ``spec.ACTIVATIONS``."""
+        ...
 
     def attention(self, qkv: str, layer: int, name: str) -> str:
         """Causal attention of packed ``[B, R, (H + 2 H_kv) D]`` over the cache and itself -> ``[B, R, H D]``."""
@@ -52,6 +54,7 @@ class FusedLowering:
 
     name = "fused"
     head_dim_multiple = 16  # of the CPU kernel with rotary positions
+    rotary_multiple = 8  # of the pairs that it rotates
 
     def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int, *, exact_rows: bool) -> None:
         self._graph = graph
@@ -106,17 +109,26 @@ class FusedLowering:
         )
         return name, f"{name}.sum"
 
-    def silu(self, x: str, name: str) -> str:
-        return self._graph.node("QuickGelu", [x], name, domain=CONTRIB, alpha=1.0)
+    def activation(self, x: str, kind: str, name: str) -> str:
+        if kind == "silu":
+            return self._graph.node("QuickGelu", [x], name, domain=CONTRIB, alpha=1.0)
+        return self._graph.node("FastGelu" if kind == "gelu_tanh" else "Gelu", [x], name, domain=CONTRIB)
 
     def attention(self, qkv: str, layer: int, name: str) -> str:
         graph = self._graph
         rows = graph.node("Concat", [qkv, "spare"], f"{name}.rows", axis=1) if self._exact_rows else qkv
         output = f"{name}.all_rows" if self._exact_rows else name
         caches = [f"past_key.{layer}", f"past_value.{layer}"]
-        inputs = [rows, "", "", *caches, "cache_last", "cache_capacity", "rotary_cos", "rotary_sin"]
+        rotation, window = self._spec.rotation(layer), self._spec.window(layer)
+        tables = ["", ""] if rotation is None else [f"{rotation}_cos", f"{rotation}_sin"]
+        inputs = [rows, "", "", *caches, "cache_last", "cache_capacity", *tables]
         if self._exact_rows:
             inputs += [""] * 7 + ["query_rows"]
+        options: dict[str, Any] = {"softcap": self._spec.attention_softcap} if self._spec.attention_softcap else {}
+        if window:
+            options["local_window_size"] = window
+        if self._spec.attention_scale is not None:
+            options["scale"] = self._spec.attention_scale
         graph.nodes(
             "GroupQueryAttention",
             inputs,
@@ -124,7 +136,8 @@ class FusedLowering:
             domain=CONTRIB,
             num_heads=self._spec.num_heads,
             kv_num_heads=self._spec.num_kv_heads,
-            do_rotary=1,
+            do_rotary=int(rotation is not None),
+            **options,
         )
         if not self._exact_rows:
             return output
@@ -154,6 +167,10 @@ class StandardLowering:
         last = graph.node("Unsqueeze", ["positions", graph.constant("mask.axes", [1, 3])], "mask.last")
         slot = graph.constant("cache_slot", np.arange(self._capacity))
         graph.node("LessOrEqual", [slot, last], "mask")
+        for window in sorted({self._spec.window(layer) for layer in range(self._spec.num_layers)} - {0}):
+            first = graph.node("Sub", [last, graph.constant(f"window.{window}", [window])], f"mask.{window}.before")
+            inside = graph.node("Greater", [slot, first], f"mask.{window}.inside")
+            graph.node("And", ["mask", inside], f"mask.{window}")
         for kind, heads in (("query", self._spec.num_heads), ("key_value", self._spec.num_kv_heads)):
             graph.constant(f"{kind}.heads", [0, 0, heads, self._spec.head_dim])
         graph.constant("merged_heads", [0, 0, self._spec.num_heads * self._spec.head_dim])
@@ -167,22 +184,27 @@ class StandardLowering:
         total = self._graph.node("Add", [x, residual], f"{name}.sum")
         return self.norm(total, weight, name), total
 
-    def silu(self, x: str, name: str) -> str:
-        return self._graph.node("Mul", [x, self._graph.node("Sigmoid", [x], f"{name}.sigmoid")], name)
+    def activation(self, x: str, kind: str, name: str) -> str:
+        if kind == "silu":
+            return self._graph.node("Mul", [x, self._graph.node("Sigmoid", [x], f"{name}.sigmoid")], name)
+        return self._graph.node("Gelu", [x], name, approximate="tanh" if kind == "gelu_tanh" else "none")
 
     def attention(self, qkv: str, layer: int, name: str) -> str:
         graph = self._graph
         parts = [f"{name}.query", f"{name}.key", f"{name}.value"]
         graph.nodes("Split", [qkv, "qkv_sizes"], parts, axis=2)
-        query = self._rotate(self._split_heads(parts[0], "query"))
-        key = self._rotate(self._split_heads(parts[1], "key_value"))
+        query = self._rotate(self._split_heads(parts[0], "query"), layer)
+        key = self._rotate(self._split_heads(parts[1], "key_value"), layer)
         value = self._split_heads(parts[2], "key_value")
         caches = []
         for kind, update in (("key", key), ("value", value)):
             inputs = [f"past_{kind}.{layer}", update, "write_index"]
             caches.append(graph.node("TensorScatter", inputs, f"present_{kind}.{layer}", axis=2, mode="linear"))
-        scale = float(self._spec.head_dim**-0.5)
-        heads = graph.node("Attention", [query, *caches, "mask"], f"{name}.heads", scale=scale)
+        window = self._spec.window(layer)
+        mask = f"mask.{window}" if window else "mask"
+        options: dict[str, Any] = {"softcap": self._spec.attention_softcap} if self._spec.attention_softcap else {}
+        scale = float(self._spec.query_scale)
+        heads = graph.node("Attention", [query, *caches, mask], f"{name}.heads", scale=scale, **options)
         merged = graph.node("Transpose", [heads], f"{name}.transposed", perm=[0, 2, 1, 3])
         return graph.node("Reshape", [merged, "merged_heads"], name)
 
@@ -190,15 +212,22 @@ class StandardLowering:
         heads = self._graph.node("Reshape", [x, f"{kind}.heads"], f"{x}.split")
         return self._graph.node("Transpose", [heads], f"{x}.heads", perm=[0, 2, 1, 3])
 
-    def _rotate(self, x: str) -> str:
-        return self._graph.node("RotaryEmbedding", [x, "rotary_cos", "rotary_sin", "positions"], f"{x}.rotated")
+    def _rotate(self, x: str, layer: int) -> str:
+        rotation = self._spec.rotation(layer)
+        if rotation is None:
+            return x
+        size = 2 * len(self._spec.rotations[rotation])
+        partial: dict[str, Any] = {"rotary_embedding_dim": size} if size < self._spec.head_dim else {}
+        inputs = [x, f"{rotation}_cos", f"{rotation}_sin", "positions"]
+        return self._graph.node("RotaryEmbedding", inputs, f"{x}.rotated", **partial)
 
 
 def _rotary_tables(graph: GraphBuilder, spec: DecoderSpec, capacity: int) -> None:
-    """cos and sin of every position that the cache can hold, ``[capacity, D / 2]``."""
-    angles = np.arange(capacity)[:, None] * spec.inv_freq[None, :]
-    for name, table in (("rotary_cos", np.cos(angles)), ("rotary_sin", np.sin(angles))):
-        graph.weight(name, graph.float_dtype, table.shape, [table])
+    """cos and sin of every position that the cache can hold, ``[capacity, pairs that turn]``."""
+    for name, inv_freq in spec.rotations.items():
+        angles = np.arange(capacity)[:, None] * inv_freq[None, :]
+        for part, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
+            graph.weight(f"{name}_{part}", graph.float_dtype, table.shape, [table])
 
 
 def _onnx_type(dtype: type) -> int:

@@ -73,6 +73,12 @@ def build_decoder(
             f"{checkpoint.path}: head_dim is {spec.head_dim}, and --lowering fused needs a multiple of "
             f"{FusedLowering.head_dim_multiple}; use --lowering standard"
         )
+    pairs = {len(table) for table in spec.rotations.values()}
+    if lowering == "fused" and any(count % FusedLowering.rotary_multiple for count in pairs):
+        raise OutriderError(
+            f"{checkpoint.path}: {min(pairs)} pairs of a head rotate, and --lowering fused needs a multiple of "
+            f"{FusedLowering.rotary_multiple} pairs; use --lowering standard"
+        )
     graph = GraphBuilder(weights, np.dtype(float_type(lowering, precision)))
     lowered: Lowering
     if lowering == "fused":
@@ -120,13 +126,14 @@ class _Decoder:
         self._declare()
         lower.begin()
         embedding = self._embedding()
-        residual = embedding.gather("input_ids", "embedded")
+        residual = self._scaled(embedding.gather("input_ids", "embedded"), spec.embedding_scale)
         self.progress("embedding")
-        x = lower.norm(residual, self._vector(spec.stem("attention_norm", 0)), "layer.0.attention_norm")
+        x = self._norm(residual, "attention_norm", 0)
         for layer in range(spec.num_layers):
-            x = self._attention_block(x, layer)
-            x, residual = self._add_norm(x, residual, "mlp_norm", layer)
-            x = self._mlp_block(x, layer)
+            x = self._norm(self._attention_block(x, layer), "attention_post_norm", layer)
+            x, residual = self._add_norm(self._scaled(x, spec.residual_scale), residual, "mlp_norm", layer)
+            x = self._norm(self._mlp_block(x, layer), "mlp_post_norm", layer)
+            x = self._scaled(x, spec.residual_scale)
             if layer + 1 < spec.num_layers:
                 x, residual = self._add_norm(x, residual, "attention_norm", layer + 1)
             self.progress(f"layer {layer}")
@@ -134,15 +141,31 @@ class _Decoder:
         hidden = graph.node("Add", [x, residual], "hidden")
         rows = graph.node("Unsqueeze", ["logit_rows", graph.constant("minus_one", [-1])], "logit_rows.index")
         wanted = graph.node("GatherND", [hidden, rows], "hidden.wanted", batch_dims=1)
-        normed = lower.norm(wanted, self._vector(spec.final_norm), "final_norm")
+        normed = lower.norm(wanted, self._norm_weight(spec.final_norm), "final_norm")
         apart = embeds_apart(lower.name, self.precision)
         head = embedding if spec.tied and not apart else self._head()
-        if graph.float_dtype == np.float32:
-            head.matmul(normed, "logits")
-        else:
-            graph.node("Cast", [head.matmul(normed, "logits.half")], "logits", to=int(onnx.TensorProto.FLOAT))
+        self._logits(head, normed)
         self.progress("head")
         return graph.model(spec.architecture, lower.opset)
+
+    def _logits(self, head: Matrix, normed: str) -> None:
+        """float32, scaled and capped."""
+        graph, spec = self.graph, self.spec
+        steps: list[Callable[[str, str], str]] = []
+        if graph.float_dtype != np.float32:
+            steps.append(lambda x, name: graph.node("Cast", [x], name, to=int(onnx.TensorProto.FLOAT)))
+        if spec.logit_scale != 1:
+            scale = graph.constant("logit_scale", spec.logit_scale, np.float32)
+            steps.append(lambda x, name: graph.node("Mul", [x, scale], name))
+        if spec.logit_softcap:
+            cap = graph.constant("logit_softcap", spec.logit_softcap, np.float32)
+            steps.append(lambda x, name: graph.node("Div", [x, cap], name))
+            steps.append(lambda x, name: graph.node("Tanh", [x], name))
+            steps.append(lambda x, name: graph.node("Mul", [x, cap], name))
+        names = [*(f"head.{index}" for index in range(len(steps))), "logits"]
+        x = head.matmul(normed, names[0])
+        for step, name in zip(steps, names[1:], strict=True):
+            x = step(x, name)
 
     def _declare(self) -> None:
         graph, spec = self.graph, self.spec
@@ -158,21 +181,61 @@ class _Decoder:
 
     def _attention_block(self, x: str, layer: int) -> str:
         name = f"layer.{layer}.attention"
-        qkv = self._linear(x, ("q", "k", "v"), layer, f"{name}.qkv")
+        qkv = self._linear(x, self.spec.stacked("q", "k", "v"), layer, f"{name}.qkv")
+        if self.spec.has("q_norm"):
+            qkv = self._query_key_norms(qkv, layer, name)
         return self._linear(self.lowering.attention(qkv, layer, name), ("o",), layer, f"{name}.output")
 
+    def _query_key_norms(self, qkv: str, layer: int, name: str) -> str:
+        """Norms of query and key, over each head or all of them (arXiv 2302.05442)."""
+        graph, spec = self.graph, self.spec
+        parts = [f"{name}.query_part", f"{name}.key_part", f"{name}.value_part"]
+        sizes = [spec.linear_shape(role)[0] for role in ("q", "k", "v")]
+        graph.nodes("Split", [qkv, graph.constant("qkv_parts", sizes)], parts, axis=2)
+        for index, role in enumerate(("q_norm", "k_norm")):
+            x, weight = parts[index], self._norm_weight(spec.stem(role, layer))
+            if not spec.wide_qk_norm:
+                heads = graph.constant(f"{role}.heads", [0, 0, -1, spec.head_dim])
+                x = graph.node("Reshape", [x, heads], f"{x}.heads")
+            x = self.lowering.norm(x, weight, f"{name}.{role}")
+            if not spec.wide_qk_norm:
+                x = graph.node("Reshape", [x, graph.constant("merged", [0, 0, -1])], f"{x}.merged")
+            parts[index] = x
+        return graph.node("Concat", parts, f"{name}.normed", axis=2)
+
     def _mlp_block(self, x: str, layer: int) -> str:
-        """SwiGLU (arXiv 2002.05202), gate and up in one product."""
+        """A gated MLP, as SwiGLU (arXiv 2002.05202), gate and up in one product."""
         graph, name = self.graph, f"layer.{layer}.mlp"
-        both = self._linear(x, ("gate", "up"), layer, f"{name}.gate_up")
+        both = self._linear(x, self.spec.stacked("gate", "up"), layer, f"{name}.gate_up")
         halves = [f"{name}.gate", f"{name}.up"]
         graph.nodes("Split", [both], halves, axis=-1, num_outputs=2)
-        gated = graph.node("Mul", [self.lowering.silu(halves[0], f"{name}.silu"), halves[1]], f"{name}.gated")
+        activated = self.lowering.activation(halves[0], self.spec.activation, f"{name}.activated")
+        gated = graph.node("Mul", [activated, halves[1]], f"{name}.gated")
         return self._linear(gated, ("down",), layer, f"{name}.output")
 
     def _add_norm(self, x: str, residual: str, role: str, layer: int) -> tuple[str, str]:
-        weight = self._vector(self.spec.stem(role, layer))
-        return self.lowering.add_norm(x, residual, weight, f"layer.{layer}.{role}")
+        """``(norm(x + residual), x + residual)``; without the norm where the role has none."""
+        name = f"layer.{layer}.{role}"
+        if not self.spec.has(role):
+            total = self.graph.node("Add", [x, residual], f"{name}.sum")
+            return total, total
+        return self.lowering.add_norm(x, residual, self._norm_weight(self.spec.stem(role, layer)), name)
+
+    def _norm(self, x: str, role: str, layer: int) -> str:
+        """``x`` itself where the role has no norm."""
+        if not self.spec.has(role):
+            return x
+        return self.lowering.norm(x, self._norm_weight(self.spec.stem(role, layer)), f"layer.{layer}.{role}")
+
+    def _norm_weight(self, stem: str) -> str:
+        values = read_all(self.checkpoint, f"{stem}.weight") + np.float32(self.spec.norm_offset)
+        return self._store_vector(f"{stem}.weight", values)
+
+    def _scaled(self, x: str, scale: float) -> str:
+        if scale == 1:
+            return x
+        factor = self.graph.constant(f"scale.{scale!r}", scale, self.graph.float_dtype)
+        return self.graph.node("Mul", [x, factor], f"{x}.scaled")
 
     def _linear(self, x: str, roles: tuple[str, ...], layer: int, name: str) -> str:
         """The projections of ``roles`` as one product, their rows stacked."""
@@ -205,9 +268,6 @@ class _Decoder:
     def _vocab_matrix(self, stem: str) -> tuple[str, tuple[int, int], Iterator[NDArray[np.float32]]]:
         shape = (self.spec.vocab_size, self.spec.hidden_size)
         return f"{stem}.weight", shape, read_rows(self.checkpoint, f"{stem}.weight", shape[0])
-
-    def _vector(self, stem: str) -> str:
-        return self._store_vector(f"{stem}.weight", read_all(self.checkpoint, f"{stem}.weight"))
 
     def _store_vector(self, name: str, values: NDArray[np.float32]) -> str:
         return self.graph.weight(name, self.graph.float_dtype, values.shape, [values])

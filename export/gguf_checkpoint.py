@@ -35,6 +35,9 @@ _CONFIG_KEYS = {
 }
 
 
+_MODEL_TYPES = {"gemma3": "gemma3_text"}  # where Hugging Face's name is another
+
+
 class GGUFCheckpoint:
     """See ``checkpoint.Checkpoint``."""
 
@@ -105,13 +108,13 @@ class GGUFCheckpoint:
         import gguf
 
         by_name = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-        return by_name.get(self.config["model_type"], gguf.MODEL_ARCH.LLAMA)
+        return by_name.get(self.metadata("general.architecture"), gguf.MODEL_ARCH.LLAMA)
 
     def _config(self) -> dict[str, Any]:
         prefix = self.metadata("general.architecture")
         if not prefix:
             raise OutriderError(f"{self.path} has no general.architecture; it is not a language model's file")
-        config: dict[str, Any] = {"model_type": prefix}
+        config: dict[str, Any] = {"model_type": _MODEL_TYPES.get(prefix, prefix)}
         for key, name in _CONFIG_KEYS.items():
             value = self.metadata(f"{prefix}.{name}")
             if value is not None:
@@ -129,6 +132,11 @@ class GGUFCheckpoint:
             config["vocab_size"] = int(embedding.shape[1])
         config["tie_word_embeddings"] = "output.weight" not in self._tensors
         config["rope_scaling"] = self._rope_scaling(prefix)
+        if config["model_type"] == "gemma3_text":
+            config["norm_offset"] = 0.0  # these files hold 1 + the weight
+            config["query_pre_attn_scalar"] = config["head_dim"]  # not in the file, but for the 27B model
+            if config["num_hidden_layers"] == 62:
+                config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
         return config
 
     def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:

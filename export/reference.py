@@ -5,6 +5,8 @@ It shares with the exporter only the ``DecoderSpec``, and holds one layer's tens
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,17 +20,30 @@ def reference_logits(spec: DecoderSpec, checkpoint: Checkpoint, ids: NDArray[np.
     """Logits ``[len(ids), vocab_size]`` of one sequence."""
     embedding = f"{spec.embedding}.weight"
     x = np.concatenate([checkpoint.read(embedding, int(token), int(token) + 1) for token in ids])
+    x = x * np.float32(spec.embedding_scale)
     for layer in range(spec.num_layers):
-        x = x + _attention(spec, checkpoint, layer, _norm(spec, checkpoint, spec.stem("attention_norm", layer), x))
-        x = x + _mlp(spec, checkpoint, layer, _norm(spec, checkpoint, spec.stem("mlp_norm", layer), x))
+        for kind, block in (("attention", _attention), ("mlp", _mlp)):
+            y = block(spec, checkpoint, layer, _layer_norm(spec, checkpoint, f"{kind}_norm", layer, x))
+            y = _layer_norm(spec, checkpoint, f"{kind}_post_norm", layer, y)
+            x = x + y * np.float32(spec.residual_scale)
     x = _norm(spec, checkpoint, spec.final_norm, x)
     slabs = read_rows(checkpoint, f"{spec.head}.weight", spec.vocab_size)
-    return np.concatenate([x @ slab.T for slab in slabs], axis=1)
+    logits = np.concatenate([x @ slab.T for slab in slabs], axis=1) * np.float32(spec.logit_scale)
+    return _softcap(logits, spec.logit_softcap)
+
+
+def _layer_norm(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int, x: Array) -> Array:
+    return _norm(spec, checkpoint, spec.stem(role, layer), x) if spec.has(role) else x
 
 
 def _norm(spec: DecoderSpec, checkpoint: Checkpoint, stem: str, x: Array) -> Array:
     scale = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(spec.norm_epsilon))
-    return np.asarray(x * scale * read_all(checkpoint, f"{stem}.weight"), np.float32)
+    weight = read_all(checkpoint, f"{stem}.weight") + np.float32(spec.norm_offset)
+    return np.asarray(x * scale * weight, np.float32)
+
+
+def _softcap(x: Array, cap: float) -> Array:
+    return np.asarray(np.tanh(x / np.float32(cap)) * np.float32(cap)) if cap else x
 
 
 def _linear(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int, x: Array) -> Array:
@@ -37,16 +52,34 @@ def _linear(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int, x:
     return y if checkpoint.shape(f"{stem}.bias") is None else y + read_all(checkpoint, f"{stem}.bias")
 
 
+def _projections(spec: DecoderSpec, checkpoint: Checkpoint, roles: str, layer: int, x: Array) -> list[Array]:
+    """Those of ``roles``, from a tensor each or from one for all."""
+    names = roles.split()
+    parts = [_linear(spec, checkpoint, role, layer, x) for role in spec.stacked(*names)]
+    if len(parts) == len(names):
+        return parts
+    sizes = [spec.linear_shape(role)[0] for role in names]
+    return np.split(parts[0], np.cumsum(sizes)[:-1], axis=-1)
+
+
 def _attention(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) -> Array:
     rows = len(x)
-    query, key, value = (
-        _linear(spec, checkpoint, role, layer, x).reshape(rows, -1, spec.head_dim).swapaxes(0, 1) for role in "qkv"
-    )
-    query, key = _rotate(query, spec.inv_freq), _rotate(key, spec.inv_freq)
+    query, key, value = _projections(spec, checkpoint, "q k v", layer, x)
+    if spec.wide_qk_norm:
+        query, key = (_layer_norm(spec, checkpoint, f"{r}_norm", layer, y) for r, y in (("q", query), ("k", key)))
+    query, key, value = (y.reshape(rows, -1, spec.head_dim).swapaxes(0, 1) for y in (query, key, value))
+    if not spec.wide_qk_norm:
+        query, key = (_layer_norm(spec, checkpoint, f"{r}_norm", layer, y) for r, y in (("q", query), ("k", key)))
+    rotation = spec.rotation(layer)
+    if rotation is not None:
+        query, key = (_rotate(y, spec.rotations[rotation]) for y in (query, key))
     group = spec.num_heads // spec.num_kv_heads
     key, value = key.repeat(group, axis=0), value.repeat(group, axis=0)
-    scores = query @ key.swapaxes(1, 2) / np.float32(np.sqrt(spec.head_dim))
-    scores = np.where(np.tri(rows, dtype=bool), scores, np.float32(-np.inf))
+    scores = _softcap(query @ key.swapaxes(1, 2) * np.float32(spec.query_scale), spec.attention_softcap)
+    seen = np.tri(rows, dtype=bool)
+    if spec.window(layer):
+        seen &= ~np.tri(rows, k=-spec.window(layer), dtype=bool)
+    scores = np.where(seen, scores, np.float32(-np.inf))
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     merged = (weights @ value).swapaxes(0, 1).reshape(rows, -1)
@@ -54,13 +87,24 @@ def _attention(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) 
 
 
 def _rotate(x: Array, inv_freq: NDArray[np.float64]) -> Array:
+    """The first ``2 * len(inv_freq)`` dimensions of each head."""
     angles = np.arange(x.shape[1])[:, None] * inv_freq
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    size = len(inv_freq)
+    first, second, rest = x[..., :size], x[..., size : 2 * size], x[..., 2 * size :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def _mlp(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) -> Array:
-    gate = _linear(spec, checkpoint, "gate", layer, x)
-    gated = gate / (1 + np.exp(-gate)) * _linear(spec, checkpoint, "up", layer, x)
-    return _linear(spec, checkpoint, "down", layer, gated)
+    gate, up = _projections(spec, checkpoint, "gate up", layer, x)
+    return _linear(spec, checkpoint, "down", layer, _activated(spec, gate) * up)
+
+
+def _activated(spec: DecoderSpec, x: Array) -> Array:
+    if spec.activation == "silu":
+        return np.asarray(x / (1 + np.exp(-x)))
+    if spec.activation == "gelu_tanh":
+        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+        return np.asarray(0.5 * x * (1 + np.tanh(inner)), np.float32)
+    erf = np.vectorize(math.erf, otypes=[np.float32])  # numpy has none
+    return np.asarray(0.5 * x * (1 + erf(x / math.sqrt(2))), np.float32)

@@ -11,26 +11,33 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 
 
-def inverse_frequencies(config: dict[str, Any], head_dim: int) -> NDArray[np.float64]:
-    """float64 ``[head_dim / 2]``: radians that each pair of dimensions turns per position.
+def inverse_frequencies(config: dict[str, Any], head_dim: int, kind_of_layer: str | None = None) -> NDArray[np.float64]:
+    """float64 ``[n]``: radians that each of the first n pairs of dimensions turns per position.
+
+    Args:
+        kind_of_layer: whose entry of ``rope_parameters`` to take, in a config that has one for each kind.
 
     Raises:
-        OutriderError: a kind of scaling that is not implemented, or a rotation of only a part of the head.
+        OutriderError: a kind of scaling that is not implemented.
     """
     # transformers 5 writes rope_parameters, which holds what were rope_theta and rope_scaling before.
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if kind_of_layer is not None and kind_of_layer in scaling:
+        scaling = scaling[kind_of_layer]
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
-    if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise OutriderError("partial_rotary_factor is not implemented for this family")
-    frequencies: NDArray[np.float64] = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    rotated = int(head_dim * share)
+    frequencies: NDArray[np.float64] = 1.0 / theta ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return frequencies
+    if kind == "linear":
+        return np.asarray(frequencies / scaling["factor"])
     if kind == "llama3":
         return _llama3(frequencies, scaling)
     if kind == "factors":  # GGUF files carry the outcome of any scaling as one divisor a pair
         return np.asarray(frequencies / np.asarray(scaling["factors"], np.float64))
-    raise OutriderError(f"rope scaling {kind!r} is not implemented; implemented are default and llama3")
+    raise OutriderError(f"rope scaling {kind!r} is not implemented; implemented are default, linear and llama3")
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: dict[str, Any]) -> NDArray[np.float64]:

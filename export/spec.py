@@ -11,14 +11,24 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Checkpoint
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A pre-norm decoder with rotary positions, grouped-query attention and a gated MLP.
+    """A decoder with root mean square norms, rotary positions, grouped-query attention and a gated MLP.
 
-    ``inv_freq`` is float64 ``[head_dim / 2]``, the rotation of each pair per position, scaling included (radians).
+    ``inv_freq`` is float64 ``[n]``, the rotation of each of the first n pairs of a head per position, scaling included
+    (radians); ``local_inv_freq`` is that of layers with a window, where it is another. ``windows`` has for each layer
+    how many positions it sees, its own included, 0 for all, and is empty where all see all; ``unrotated`` are layers
+    without positions.
+
     ``layer_names`` gives for each role the tensor name without ``.weight`` / ``.bias``, with ``{}`` for the layer.
+    Norms that have no name are not there; ``qkv`` and ``gate_up`` are projections in one tensor, stacked in that order.
     ``head`` equals ``embedding`` when they are tied. Biases are used where the checkpoint has them.
+
+    Weights of norms are ``norm_offset`` + what is stored; a query or key norm is over each head, or over all of them
+    where its tensor is as wide. Softcaps are c in c * tanh(x / c), 0 for none.
     """
 
     architecture: str
@@ -36,6 +46,18 @@ class DecoderSpec:
     final_norm: str
     head: str
     layer_names: dict[str, str]
+    local_inv_freq: NDArray[np.float64] | None = None
+    windows: tuple[int, ...] = ()
+    unrotated: frozenset[int] = frozenset()
+    wide_qk_norm: bool = False
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    attention_scale: float | None = None  # of query times key; 1 / sqrt(head_dim) by default
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = "hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size max_positions"
@@ -47,15 +69,52 @@ class DecoderSpec:
             raise OutriderError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
         if self.head_dim % 2:
             raise OutriderError(f"head_dim is {self.head_dim}, and rotary positions need pairs of dimensions")
-        if not isinstance(self.norm_epsilon, (int, float)):
-            raise OutriderError(f"norm_epsilon is {self.norm_epsilon!r}, not a number")
+        if self.activation not in ACTIVATIONS:
+            raise OutriderError(
+                f"activation {self.activation!r} is not implemented; implemented are {', '.join(ACTIVATIONS)}"
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise OutriderError(f"there are {self.num_layers} layers, and windows for {len(self.windows)}")
+        scales = "norm_epsilon norm_offset attention_softcap logit_softcap embedding_scale residual_scale logit_scale"
+        for name in (*scales.split(), *(["attention_scale"] if self.attention_scale is not None else [])):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise OutriderError(f"{name} is {getattr(self, name)!r}, not a number")
 
     @property
     def tied(self) -> bool:
         return self.head == self.embedding
 
+    @property
+    def query_scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def window(self, layer: int) -> int:
+        """Positions that a layer sees, its own included; 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    def rotation(self, layer: int) -> str | None:
+        """Which rotary table a layer uses: ``rotary`` or ``local_rotary``; None for no positions."""
+        if layer in self.unrotated:
+            return None
+        return "local_rotary" if self.local_inv_freq is not None and self.window(layer) else "rotary"
+
+    @property
+    def rotations(self) -> dict[str, NDArray[np.float64]]:
+        """The rotary tables that some layer uses."""
+        used = {self.rotation(layer) for layer in range(self.num_layers)}
+        tables = {"rotary": self.inv_freq, "local_rotary": self.local_inv_freq}
+        return {name: table for name, table in tables.items() if name in used and table is not None}
+
+    def has(self, role: str) -> bool:
+        return role in self.layer_names
+
     def stem(self, role: str, layer: int) -> str:
         return self.layer_names[role].format(layer)
+
+    def stacked(self, *roles: str) -> tuple[str, ...]:
+        """``roles``, or the one role of the tensor that holds all of them."""
+        packed = {("q", "k", "v"): "qkv", ("gate", "up"): "gate_up"}.get(roles)
+        return (packed,) if packed and self.has(packed) else roles
 
     def linear_shape(self, role: str) -> tuple[int, int]:
         """``(outputs, inputs)`` of a projection."""
@@ -64,19 +123,26 @@ class DecoderSpec:
             "q": (heads, self.hidden_size),
             "k": (kv_heads, self.hidden_size),
             "v": (kv_heads, self.hidden_size),
+            "qkv": (heads + 2 * kv_heads, self.hidden_size),
             "o": (self.hidden_size, heads),
             "gate": (self.intermediate_size, self.hidden_size),
             "up": (self.intermediate_size, self.hidden_size),
+            "gate_up": (2 * self.intermediate_size, self.hidden_size),
             "down": (self.hidden_size, self.intermediate_size),
         }[role]
+
+    def norm_size(self, role: str) -> int:
+        if role not in ("q_norm", "k_norm"):
+            return self.hidden_size
+        heads = self.num_heads if role == "q_norm" else self.num_kv_heads
+        return self.head_dim * (heads if self.wide_qk_norm else 1)
 
     def expected_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every tensor that must be there, with its shape."""
         yield f"{self.embedding}.weight", (self.vocab_size, self.hidden_size)
         for layer in range(self.num_layers):
             for role in self.layer_names:
-                norm = role.endswith("norm")
-                shape = (self.hidden_size,) if norm else self.linear_shape(role)
+                shape = (self.norm_size(role),) if role.endswith("norm") else self.linear_shape(role)
                 yield f"{self.stem(role, layer)}.weight", shape
         yield f"{self.final_norm}.weight", (self.hidden_size,)
         if not self.tied:

@@ -76,7 +76,7 @@ CHECKPOINTS: dict[str, tuple[Change, list[str]]] = {
     "architecture no name": (config(model_type=["llama"]), ["{source}", "not supported"]),
     "rope scaling": (config(rope_scaling={"rope_type": "yarn", "factor": 2.0}), ["{source}", "'yarn'", "llama3"]),
     "rope scaling without factor": (config(rope_scaling={"rope_type": "llama3"}), ["{source}", "factor"]),
-    "activation": (config(hidden_act="gelu"), ["{source}", "'gelu'", "silu"]),
+    "activation": (config(hidden_act="relu2"), ["{source}", "'relu2'", "silu"]),
     "sliding window": (config(sliding_window=4096), ["{source}", "sliding_window 4096"]),
     "key missing": (
         edit("config.json", lambda content: content.pop("hidden_size") and None),

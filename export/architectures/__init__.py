@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from outrider.engines.errors import OutriderError
-from outrider.export.architectures import llama
+from outrider.export.architectures import gemma, granite, llama, olmo2, phi3, qwen3, smollm3
 from outrider.export.checkpoint import Checkpoint
+from outrider.export.gguf_checkpoint import GGUFCheckpoint
 from outrider.export.spec import DecoderSpec, check_shapes
 
-_FAMILIES = {"llama": llama.decoder_spec, "mistral": llama.decoder_spec}
+_FAMILIES = {
+    "llama": llama.decoder_spec,
+    "mistral": llama.decoder_spec,
+    "qwen2": llama.decoder_spec,
+    "qwen3": qwen3.decoder_spec,
+    "gemma2": gemma.decoder_spec,
+    "gemma3_text": gemma.decoder_spec,
+    "phi3": phi3.decoder_spec,
+    "granite": granite.decoder_spec,
+    "olmo2": olmo2.decoder_spec,
+    "smollm3": smollm3.decoder_spec,
+}
+# Whose metadata and tensors were compared with transformers: others store norms or rows in ways of their own.
+_GGUF_FAMILIES = ("llama", "gemma3_text")
 
 
 def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
@@ -20,6 +34,10 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
     if family not in _FAMILIES:
         raise OutriderError(
             f"{checkpoint.path}: architecture {family!r} is not supported; supported are {', '.join(_FAMILIES)}"
+        )
+    if family not in _GGUF_FAMILIES and isinstance(checkpoint, GGUFCheckpoint):
+        raise OutriderError(
+            f"{checkpoint.path}: GGUF files of {family!r} are not read yet; use the safetensors checkpoint"
         )
     try:
         spec = _FAMILIES[family](checkpoint.config)

@@ -1,0 +1,77 @@
+"""What most families share: the names and keys of Llama's config and tensors in Hugging Face's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.engines.errors import OutriderError
+from outrider.export.rope import inverse_frequencies
+
+LAYER = "model.layers.{}."
+ATTENTION = {
+    "attention_norm": LAYER + "input_layernorm",
+    "q": LAYER + "self_attn.q_proj",
+    "k": LAYER + "self_attn.k_proj",
+    "v": LAYER + "self_attn.v_proj",
+    "o": LAYER + "self_attn.o_proj",
+}
+QUERY_KEY_NORMS = {"q_norm": LAYER + "self_attn.q_norm", "k_norm": LAYER + "self_attn.k_norm"}
+MLP = {
+    "mlp_norm": LAYER + "post_attention_layernorm",
+    "gate": LAYER + "mlp.gate_proj",
+    "up": LAYER + "mlp.up_proj",
+    "down": LAYER + "mlp.down_proj",
+}
+# Names of activations in configs; two of them differ by less than float16 holds.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def base(config: dict[str, Any], *, rotary: str | None = None) -> dict[str, Any]:
+    """Fields of ``DecoderSpec`` that are the same in all these families.
+
+    Args:
+        rotary: the kind of layer whose rotary positions are those of all layers but the ones with a window.
+    """
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return {
+        "architecture": config["model_type"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "vocab_size": config["vocab_size"],
+        "norm_epsilon": config["rms_norm_eps"],
+        "max_positions": config["max_position_embeddings"],
+        "inv_freq": inverse_frequencies(config, head_dim, rotary),
+        "embedding": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head",
+        "layer_names": ATTENTION | MLP,
+    }
+
+
+def activation(config: dict[str, Any]) -> str:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise OutriderError(f"activation {name!r} is not implemented; implemented are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def windows(config: dict[str, Any]) -> tuple[int, ...]:
+    """For each layer the positions that it sees, 0 for all; empty where no layer has a window."""
+    size, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    if not size or config.get("use_sliding_window") is False:
+        return ()
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
+        raise OutriderError(f"layer type {unknown.pop()!r} is not implemented")
+    return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)

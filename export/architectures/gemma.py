@@ -1,0 +1,55 @@
+"""Gemma 2 (arXiv 2408.00118) and the text part of Gemma 3 (arXiv 2503.19786): norms on both sides, windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engines.errors import OutriderError
+from outrider.export.architectures.common import LAYER, QUERY_KEY_NORMS, activation, base, windows
+from outrider.export.rope import inverse_frequencies
+from outrider.export.spec import DecoderSpec
+
+_NORMS = {
+    "attention_post_norm": LAYER + "post_attention_layernorm",
+    "mlp_norm": LAYER + "pre_feedforward_layernorm",
+    "mlp_post_norm": LAYER + "post_feedforward_layernorm",
+}
+
+
+def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
+    if config.get("use_bidirectional_attention"):
+        raise OutriderError("use_bidirectional_attention is not implemented: a decoder sees no later tokens")
+    config = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", **config}
+    fields = base(config, rotary="full_attention")
+    fields["layer_names"] |= _NORMS
+    third = config["model_type"] != "gemma2"
+    if third:
+        fields["layer_names"] |= QUERY_KEY_NORMS
+        fields["local_inv_freq"] = _local_frequencies(config, fields["head_dim"])
+    return DecoderSpec(
+        **fields,
+        activation=activation(config),
+        windows=windows({"layer_types": _layer_types(config, third), **config}),
+        norm_offset=config.get("norm_offset", 1.0),
+        embedding_scale=config["hidden_size"] ** 0.5,
+        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=config.get("attn_logit_softcapping") or 0.0,
+        logit_softcap=config.get("final_logit_softcapping") or 0.0,
+    )
+
+
+def _local_frequencies(config: dict[str, Any], head_dim: int) -> NDArray[np.float64]:
+    """Of layers with a window: never scaled, and with a base of their own."""
+    if "sliding_attention" in (config.get("rope_parameters") or {}):
+        return inverse_frequencies(config, head_dim, "sliding_attention")
+    return inverse_frequencies({"rope_theta": config.get("rope_local_base_freq", 10000.0)}, head_dim)
+
+
+def _layer_types(config: dict[str, Any], third: bool) -> list[str]:
+    """Of configs that do not list them: every second layer of Gemma 2 sees all, every sixth or so of Gemma 3."""
+    every = config.get("sliding_window_pattern") or (6 if third else 2)
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return ["full_attention" if layer % every == 0 else "sliding_attention" for layer in layers]

@@ -1,0 +1,15 @@
+"""Phi 3 and Phi 4 (mini): projections in one tensor each, a part of the head rotated in some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.export.architectures.common import LAYER, activation, base, windows
+from outrider.export.spec import DecoderSpec
+
+
+def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
+    fields = base(config)
+    names = {role: name for role, name in fields["layer_names"].items() if role not in ("q", "k", "v", "gate", "up")}
+    names |= {"qkv": LAYER + "self_attn.qkv_proj", "gate_up": LAYER + "mlp.gate_up_proj"}
+    return DecoderSpec(**{**fields, "layer_names": names}, activation=activation(config), windows=windows(config))

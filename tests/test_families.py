@@ -1,0 +1,191 @@
+"""Each family against Hugging Face transformers (float32, CPU): tiny random models, both lowerings, every precision."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import tiny_tokenizer
+from numpy.typing import NDArray
+from refusals import refused
+from test_parity import engine_logits, transformers_logits
+
+from outrider.engines.bundle import Bundle
+from outrider.engines.tensorrt import BuildOptions, build_engine
+from outrider.export import ExportOptions, export_bundle
+from outrider.export.architectures import decoder_spec
+from outrider.export.checkpoint import open_checkpoint
+from outrider.export.quantize import PRECISIONS_OF
+from outrider.export.reference import reference_logits
+
+torch = pytest.importorskip("torch")
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+WINDOWS = {"sliding_window": 7}  # smaller than the prompt
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "mistral-window": {"model_type": "mistral", **WINDOWS},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, **WINDOWS},
+    "qwen2-windows": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, **WINDOWS},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 24, **WINDOWS},
+    "gemma3": {"model_type": "gemma3_text", "query_pre_attn_scalar": 24, "sliding_window_pattern": 2, **WINDOWS},
+    "phi3": {"model_type": "phi3"},
+    "phi4-mini": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "head_dim": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 128,
+        **WINDOWS,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "use_sliding_window": False},
+}
+
+
+def write_family(path: Path, changes: dict[str, Any]) -> Path:
+    """A checkpoint as transformers itself writes it, random weights and norms, biases too where it has them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**TINY, **changes}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(len(str(path.name)))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.add_(0.2 * torch.randn_like(weight))
+            elif "embed" not in name:
+                weight.copy_(torch.randn_like(weight) * weight.shape[-1] ** -0.5)
+            else:
+                weight.copy_(0.1 * torch.randn_like(weight))
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text(tiny_tokenizer().json)
+    return path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, workdir: Path) -> Path:
+    path = workdir / "families" / request.param
+    return path if path.exists() else write_family(path, FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def ids() -> NDArray[np.int64]:
+    return np.random.default_rng(5).integers(1, 320, 30)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    return transformers_logits(checkpoint, ids)
+
+
+def test_the_reference_equals_transformers(
+    checkpoint: Path, ids: NDArray[np.int64], expected: NDArray[np.float32]
+) -> None:
+    opened = open_checkpoint(str(checkpoint))
+    found = reference_logits(decoder_spec(opened), opened, ids)
+    assert np.abs(found - expected).max() < 1e-3
+    assert expected.std() > 0.1  # of random weights that do something
+
+
+@pytest.mark.parametrize("lowering", ["fused", "standard"])
+def test_fp32_equals_transformers(
+    checkpoint: Path, workdir: Path, ids: NDArray[np.int64], expected: NDArray[np.float32], lowering: str
+) -> None:
+    """Prefill, decode, a verify pass that is rolled back, and the one that stands; rows bit-equal where they were."""
+    out = workdir / f"family-{checkpoint.name}-{lowering}-fp32"
+    found = engine_logits(checkpoint, out, lowering, "fp32", ids)
+    assert np.abs(found["all"] - expected).max() < 1e-3
+    assert Bundle(out).manifest.target.exactness == "bitwise"
+
+
+SMALLER = [
+    (lowering, name) for lowering, names in PRECISIONS_OF.items() for name in names if name not in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize(("lowering", "precision"), SMALLER)
+def test_smaller_precisions_stay_close(
+    checkpoint: Path,
+    workdir: Path,
+    ids: NDArray[np.int64],
+    expected: NDArray[np.float32],
+    lowering: str,
+    precision: str,
+) -> None:
+    """The export's own check holds their products to the weights as stored; the loss of the weights is small."""
+    out = workdir / f"family-{checkpoint.name}-{lowering}-{precision}"
+    found = engine_logits(checkpoint, out, lowering, precision, ids)["all"]
+    shifted = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (expected.astype(np.float64), found)]
+    divergence = (np.exp(shifted[0]) * (shifted[0] - shifted[1])).sum(-1).mean()
+    assert divergence < {"fp16": 1e-4, "fp8": 0.02, "int8": 1e-3, "int4": 0.15}[precision]
+    assert Bundle(out).manifest.target.exactness == "bitwise"
+
+
+def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> None:
+    """But where attention caps its scores, which TensorRT's parser does not take: the line names the node."""
+    pytest.importorskip("tensorrt_rtx")
+    out = workdir / f"family-{checkpoint.name}-standard-fp16"
+    if not out.exists():
+        export_bundle(str(checkpoint), None, out, ExportOptions("fp16", "standard", (2, 4), 64), threads=2)
+    options = BuildOptions("tensorrt-rtx", "any", (2,))
+    if decoder_spec(open_checkpoint(str(checkpoint))).attention_softcap:
+        message = refused(lambda: build_engine(Bundle(out), "target", options))
+        assert "operator Attention" in message and "softcap" in message
+        return
+    engine, _ = build_engine(Bundle(out), "target", options)
+    layers = Bundle(out).manifest.target.num_layers
+    assert engine.layers["ATTENTION_INPUT"] == layers and engine.aliases == 2 * layers
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3", {"hidden_act": "relu"}, ["activation 'relu'", "silu"]),
+        ("mistral-window", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
+        ("gemma2", {"layer_types": ["full_attention"]}, ["3 layers", "windows for 1"]),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["rope scaling 'yarn'"]),
+        ("granite", {"logits_scaling": 0}, ["wrong kind"]),
+        ("granite", {"residual_multiplier": "1"}, ["residual_scale is '1'"]),
+        ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 0.375}}, ["12 pairs", "fused", "standard"]),
+    ],
+)
+def test_settings_that_are_not_implemented(
+    name: str, changes: dict[str, Any], words: list[str], workdir: Path, tmp_path: Path
+) -> None:
+    source = workdir / "families" / name
+    if not source.exists():
+        write_family(source, FAMILIES[name])
+    folder = Path(shutil.copytree(source, tmp_path / name))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    message = refused(lambda: export_bundle(str(folder), None, tmp_path / "out", ExportOptions("fp32"), threads=2))
+    for word in (str(folder), *words):
+        assert word in message, message
+    assert not (tmp_path / "out").exists()
