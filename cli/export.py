@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from outrider.cli import options
-from outrider.engines.bundle import WEIGHTS, Manifest
+from outrider.engines.bundle import WEIGHTS, Manifest, ModelInfo
 from outrider.engines.errors import OutriderError
 
 
@@ -25,6 +25,7 @@ from outrider.engines.errors import OutriderError
     help="fp32, fp16, int8 or int4; with standard fp32, fp16, bf16, fp8 or int4.",
 )
 @click.option("--lowering", default="fused", show_default=True, help="fused (ONNX Runtime) or standard (opset 24).")
+@click.option("--head-precision", help="Of embedding and head.  [default: the same]")
 @click.option("--draft-precision", help="Of the draft.  [default: the same]")
 @click.option("--draft-lowering", help="Of the draft, as for one that runs on another device.  [default: the same]")
 @click.option(
@@ -45,6 +46,7 @@ def export(
     out: Path,
     precision: str,
     lowering: str,
+    head_precision: str | None,
     draft_precision: str | None,
     draft_lowering: str | None,
     tiers: tuple[int, ...],
@@ -58,7 +60,7 @@ def export(
     except ImportError as error:
         raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
 
-    settings = ExportOptions(precision, lowering, tiers, max_length, draft_precision, draft_lowering)
+    settings = ExportOptions(precision, lowering, tiers, max_length, draft_precision, draft_lowering, head_precision)
     start = time.perf_counter()
     with options.progress_bar(100, "export") as bar:
 
@@ -81,12 +83,17 @@ def _print(out: Path, manifest: Manifest, seconds: float) -> None:
         size = (out / model.graph).with_name(WEIGHTS).stat().st_size / 1e6
         check = model.check
         click.echo(
-            f"{role:7} {model.architecture}, {model.num_layers} layers, {model.precision}, {size:.1f} MB; against the "
-            f"checkpoint: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g} "
+            f"{role:7} {model.architecture}, {model.num_layers} layers, {_precision(model)}, {size:.1f} MB; against "
+            f"the checkpoint: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g} "
             f"({check['kl_stored']:.1g} from the weights as stored), "
             f"argmax equal {check['same_argmax']:.0%}; rows {describe_rows(model.exactness, model.min_rows)}"
         )
     click.echo(f"bundle  {out} (K = {', '.join(map(str, manifest.tiers))}; {seconds:.1f} s)")
+
+
+def _precision(model: ModelInfo) -> str:
+    head = model.head_precision
+    return model.precision if head == model.precision else f"{model.precision} with a head in {head}"
 
 
 def describe_rows(exactness: str, min_rows: int) -> str:

@@ -49,6 +49,7 @@ class ModelInfo:
     architecture: str
     lowering: str
     precision: str
+    head_precision: str
     num_layers: int
     num_kv_heads: int
     head_dim: int

@@ -42,10 +42,11 @@ def check_engine(
     rows = max(2, len(tokens))
     found = engine.plan(rows, rows).run(tokens[None], np.zeros(1, np.int32))[0].copy()
     # What expands its weights to float16 to multiply is as near to them as a float16 graph.
-    products = "fp16" if engine.info.cache_dtype == "float16" else precision
-    kl, limit = _kl(stored, found), _KL_LIMITS[products]
+    info = engine.info
+    products = ("fp16",) if info.cache_dtype == "float16" else (precision, info.head_precision)
+    kl, limit = _kl(stored, found), max(_KL_LIMITS[name] for name in products)
     difference = float(np.abs(stored - found).max())
-    if not (kl <= limit and difference <= _LOGIT_LIMITS.get(products, np.inf)):
+    if not (kl <= limit and difference <= max(_LOGIT_LIMITS.get(name, np.inf) for name in products)):
         raise OutriderError(
             f"the {precision} engine is not the model in {source}: logits differ by up to {difference:.3g}, "
             f"KL {kl:.3g} nats (limit {limit:g}); no bundle was written"

@@ -33,6 +33,7 @@ from outrider.export.quantize import (
     PRECISIONS_OF,
     Matrix,
     Table,
+    check_head_precision,
     embeds_apart,
     float_type,
     store_matrix,
@@ -51,6 +52,7 @@ def build_decoder(
     lowering: str,
     precision: str,
     capacity: int,
+    head_precision: str | None = None,
     progress: Progress = lambda stage: None,
 ) -> onnx.ModelProto:
     """Write the weights to ``weights`` and return the graph that refers to them.
@@ -58,6 +60,7 @@ def build_decoder(
     Args:
         spec: its ``vocab_size`` may be smaller than the checkpoint's, whose further rows are cut off.
         capacity: cache positions a sequence.
+        head_precision: of embedding and head; by default the same.
         progress: called with the name of each part when it is written (embedding, each layer, head).
 
     Raises:
@@ -66,6 +69,8 @@ def build_decoder(
     if precision not in PRECISIONS_OF[lowering]:
         others, last = PRECISIONS_OF[lowering][:-1], PRECISIONS_OF[lowering][-1]
         raise OutriderError(f"--lowering {lowering} has no {precision}; use {', '.join(others)} or {last}")
+    head_precision = head_precision or precision
+    check_head_precision(lowering, precision, head_precision)
     if precision in BITS:
         _check_blocks(spec, checkpoint, lowering, precision)
     if lowering == "fused" and spec.head_dim % FusedLowering.head_dim_multiple:
@@ -86,7 +91,7 @@ def build_decoder(
         lowered = FusedLowering(graph, spec, capacity, exact_rows=precision != "fp16")
     else:
         lowered = StandardLowering(graph, spec, capacity)
-    return _Decoder(graph, spec, checkpoint, lowered, precision, capacity, progress).build()
+    return _Decoder(graph, spec, checkpoint, lowered, precision, head_precision, capacity, progress).build()
 
 
 def _check_blocks(spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str) -> None:
@@ -110,6 +115,7 @@ class _Decoder:
         checkpoint: Checkpoint,
         lowering: Lowering,
         precision: str,
+        head_precision: str,
         capacity: int,
         progress: Progress,
     ) -> None:
@@ -118,6 +124,7 @@ class _Decoder:
         self.checkpoint = checkpoint
         self.lowering = lowering
         self.precision = precision
+        self.head_precision = head_precision
         self.capacity = capacity
         self.progress = progress
 
@@ -142,7 +149,7 @@ class _Decoder:
         rows = graph.node("Unsqueeze", ["logit_rows", graph.constant("minus_one", [-1])], "logit_rows.index")
         wanted = graph.node("GatherND", [hidden, rows], "hidden.wanted", batch_dims=1)
         normed = lower.norm(wanted, self._norm_weight(spec.final_norm), "final_norm")
-        apart = embeds_apart(lower.name, self.precision)
+        apart = embeds_apart(lower.name, self.head_precision)
         head = embedding if spec.tied and not apart else self._head()
         self._logits(head, normed)
         self.progress("head")
@@ -260,10 +267,12 @@ class _Decoder:
         return self._store_vector(f"{name}.bias", np.concatenate(parts))
 
     def _embedding(self) -> Table:
-        return store_table(self.graph, *self._vocab_matrix(self.spec.embedding), self.lowering.name, self.precision)
+        how = (self.lowering.name, self.head_precision)
+        return store_table(self.graph, *self._vocab_matrix(self.spec.embedding), *how)
 
     def _head(self) -> Matrix:
-        return store_matrix(self.graph, *self._vocab_matrix(self.spec.head), self.lowering.name, self.precision)
+        how = (self.lowering.name, self.head_precision)
+        return store_matrix(self.graph, *self._vocab_matrix(self.spec.head), *how)
 
     def _vocab_matrix(self, stem: str) -> tuple[str, tuple[int, int], Iterator[NDArray[np.float32]]]:
         shape = (self.spec.vocab_size, self.spec.hidden_size)

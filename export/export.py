@@ -48,6 +48,7 @@ class ExportOptions:
     """``tiers`` are the values of K, ``max_length`` the longest sequence (prompt and output, in tokens).
 
     A draft that runs on another device may need another precision and lowering; by default they are the target's.
+    ``head_precision`` is that of embedding and head, by default the same.
     """
 
     precision: str = "int4"
@@ -56,9 +57,12 @@ class ExportOptions:
     max_length: int = 2048
     draft_precision: str | None = None
     draft_lowering: str | None = None
+    head_precision: str | None = None
 
     def __post_init__(self) -> None:
-        for precision in (self.precision, self.draft_precision or self.precision):
+        for precision in (self.precision, self.draft_precision, self.head_precision):
+            if precision is None:
+                continue
             if precision not in PRECISIONS:
                 raise OutriderError(f"unknown precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
         for lowering in (self.lowering, self.draft_lowering or self.lowering):
@@ -76,7 +80,11 @@ class ExportOptions:
         if role == "target":
             return self
         precision, lowering = self.draft_precision or self.precision, self.draft_lowering or self.lowering
-        return replace(self, precision=precision, lowering=lowering)
+        # A draft of another kind is all of that kind.
+        same = (precision, lowering) == (self.precision, self.lowering)
+        return replace(
+            self, precision=precision, lowering=lowering, head_precision=self.head_precision if same else None
+        )
 
 
 def export_bundle(
@@ -149,7 +157,7 @@ class _ModelJob:
         ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
         # Before the engine is loaded, so that only one of the two needs memory.
         expected = stored = reference_logits(self.spec, self.checkpoint, np.array(ids))
-        spec, rounded = as_stored(self.spec, self.checkpoint, info.lowering, info.precision)
+        spec, rounded = as_stored(self.spec, self.checkpoint, info.lowering, info.precision, info.head_precision)
         if rounded is not self.checkpoint:
             stored = reference_logits(spec, rounded, np.array(ids))
         runs_here = info.cache_dtype != "bfloat16"
@@ -180,6 +188,7 @@ class _ModelJob:
                 weights,
                 lowering=options.lowering,
                 precision=options.precision,
+                head_precision=options.head_precision,
                 capacity=capacity,
                 progress=lambda part: self.steps.step(f"{self.role}: {part}"),
             )
@@ -190,6 +199,7 @@ class _ModelJob:
             architecture=spec.architecture,
             lowering=options.lowering,
             precision=options.precision,
+            head_precision=options.head_precision or options.precision,
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles
 from outrider.export.graph import CONTRIB, GraphBuilder
 from outrider.export.spec import DecoderSpec
@@ -149,13 +150,18 @@ def dequantize_blocks(
 
 
 class StoredCheckpoint:
-    """A checkpoint as it comes back from a precision's storage: what is rounded is rounded, all else as it was."""
+    """A checkpoint as it comes back from its storage: what is rounded is rounded, all else as it was.
 
-    def __init__(self, checkpoint: Checkpoint, precision: str) -> None:
+    Args:
+        others: the precision of tensors that have one of their own, by stem.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, precision: str, others: dict[str, str] | None = None) -> None:
         self.path = checkpoint.path
         self.config = checkpoint.config
         self._checkpoint = checkpoint
         self._precision = precision
+        self._others = others or {}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._checkpoint.shape(name)
@@ -165,26 +171,39 @@ class StoredCheckpoint:
 
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         rows = self._checkpoint.read(name.removeprefix(_APART), start, stop)
-        if self._precision == "bf16":
+        precision = self._others.get(name.removesuffix(".weight"), self._precision)
+        if precision == "bf16":
             return rows.astype(ml_dtypes.bfloat16).astype(np.float32)
-        if rows.ndim == 1 or name.startswith(_APART):
+        if rows.ndim == 1 or name.startswith(_APART) or precision in ("fp32", "fp16"):
             return rows
-        if self._precision == "fp8":
+        if precision == "fp8":
             values, scales = quantize_fp8(rows)
             return values.astype(np.float32) * scales[:, None].astype(np.float32)
-        bits = BITS[self._precision]
+        bits = BITS[precision]
         return dequantize_blocks(*quantize_blocks(rows, bits), bits, rows.shape[1])
 
 
 def as_stored(
-    spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str
+    spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str, head_precision: str
 ) -> tuple[DecoderSpec, Checkpoint]:
     """The model that an exact engine would be, for ``reference_logits``: the very arguments where little is rounded."""
-    if precision in ("fp32", "fp16"):
+    if {precision, head_precision} <= {"fp32", "fp16"}:
         return spec, checkpoint
-    if embeds_apart(lowering, precision):
+    others = dict.fromkeys((spec.embedding, spec.head), head_precision)
+    if embeds_apart(lowering, head_precision):
         spec = replace(spec, embedding=_APART + spec.embedding)
-    return spec, StoredCheckpoint(checkpoint, precision)
+    return spec, StoredCheckpoint(checkpoint, precision, others)
+
+
+def check_head_precision(lowering: str, precision: str, head_precision: str) -> None:
+    """Raises OutriderError for a head that does not take the activations of the other matrices."""
+    wanted = float_type(lowering, precision)
+    fitting = [name for name in PRECISIONS_OF[lowering] if float_type(lowering, name) == wanted]
+    if head_precision not in fitting:
+        raise OutriderError(
+            f"--head-precision {head_precision} does not go with --precision {precision} --lowering {lowering}; use "
+            f"{' or '.join(fitting)}"
+        )
 
 
 def float_type(lowering: str, precision: str) -> str:

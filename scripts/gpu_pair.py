@@ -186,6 +186,7 @@ def _write_model(work: Path, role: str, model: Model, lowering: str, precision: 
         graph=f"{role}/model.onnx",
         architecture=spec.architecture,
         **how,
+        head_precision=precision,
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

@@ -86,7 +86,7 @@ def test_the_graph_means_the_same_elsewhere(exported: Exporter, precision: str) 
     """ONNX's own evaluator, which computes in bfloat16 what ONNX Runtime cannot."""
     bundle = exported("untied", precision)
     checkpoint = open_checkpoint(str(bundle.source))
-    spec, stored = as_stored(decoder_spec(checkpoint), checkpoint, "standard", precision)
+    spec, stored = as_stored(decoder_spec(checkpoint), checkpoint, "standard", precision, precision)
     ids = np.random.default_rng(0).integers(0, 320, 12)
     cache = np.zeros((1, bundle.info.num_kv_heads, bundle.info.capacity, bundle.info.head_dim))
     kind = ml_dtypes.bfloat16 if precision == "bf16" else np.float16
@@ -144,7 +144,7 @@ def test_fp8_takes_rows_of_any_size() -> None:
 def test_another_model_does_not_pass(exported: Exporter, precision: str, fault: str) -> None:
     bundle = exported("untied", precision)
     checkpoint = open_checkpoint(str(bundle.source))
-    spec, stored = as_stored(FAULTS[fault](decoder_spec(checkpoint)), checkpoint, "standard", precision)
+    spec, stored = as_stored(FAULTS[fault](decoder_spec(checkpoint)), checkpoint, "standard", precision, precision)
     ids = np.random.default_rng(0).integers(0, 320, 24)
     logits = reference_logits(spec, stored, ids)
     open_engine = widened_engine if precision == "bf16" else OrtEngine
@@ -226,3 +226,40 @@ def test_engines_keep_their_weights_small(exported: Exporter) -> None:
     sizes = {precision: tensorrt_engine(exported("wide", precision))[1] for precision in ("fp16", *PRECISIONS)}
     assert sizes["int4"] < 0.5 * sizes["fp16"] and sizes["fp8"] < 0.7 * sizes["fp16"]
     assert abs(sizes["bf16"] - sizes["fp16"]) < 0.01 * sizes["fp16"]
+
+
+@pytest.mark.parametrize(
+    ("lowering", "precision", "head"),
+    [
+        ("fused", "int4", "int8"),
+        ("fused", "int4", "fp32"),
+        ("fused", "fp32", "int4"),
+        ("standard", "int4", "fp8"),
+        ("standard", "int4", "fp16"),
+        ("standard", "fp16", "int4"),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_its_own_precision(lowering: str, precision: str, head: str, tied: bool, tmp_path: Path) -> None:
+    """Within limits of the weights as stored, and nearer to the checkpoint than with the coarser one for all."""
+    source = write_tiny(tmp_path / "model", seed=4, tie_word_embeddings=tied)
+    losses = {}
+    for name, heads in (("own", head), ("all", "int4")):
+        options = ExportOptions("int4" if name == "all" else precision, lowering, (2,), 64, head_precision=heads)
+        info = export_bundle(str(source), None, tmp_path / name, options, threads=2).target
+        assert (info.head_precision, info.exactness) == (heads, "bitwise")
+        losses[name] = info.check["kl"]
+    assert 0 < losses["own"] < losses["all"]
+
+
+def test_heads_that_do_not_fit(tiny: Path, tmp_path: Path) -> None:
+    for lowering, precision, head in (
+        ("fused", "int4", "fp16"),
+        ("standard", "bf16", "int4"),
+        ("fused", "int4", "fp8"),
+    ):
+        options = ExportOptions(precision, lowering, (2,), 64, head_precision=head)
+        message = refused(lambda: export_bundle(str(tiny), None, tmp_path / "out", options, threads=2))  # noqa: B023
+        assert f"--head-precision {head} does not go with" in message and "use " in message
+    with pytest.raises(OutriderError, match="unknown precision 'int3'"):
+        ExportOptions(head_precision="int3")

@@ -33,6 +33,7 @@ INFO = ModelInfo(
     architecture="LlamaForCausalLM",
     lowering="standard",
     precision="fp16",
+    head_precision="fp16",
     num_layers=2,
     num_kv_heads=2,
     head_dim=16,

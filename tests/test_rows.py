@@ -71,7 +71,7 @@ def hand_made_engine(path: Path, mixing: float, one_row_extra: float = 0.0) -> O
     graph = helper.make_graph(nodes, "hand-made", inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, path)
-    info = ModelInfo("", "hand-made", "fused", "fp32", 1, 1, 16, VOCAB, 128, "float32", 1, "tolerance", "", {})
+    info = ModelInfo("", "hand-made", "fused", "fp32", "fp32", 1, 1, 16, VOCAB, 128, "float32", 1, "tolerance", "", {})
     return OrtEngine(path, info, threads=1)
 
 
