@@ -10,7 +10,7 @@ bound to the same memory.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,17 @@ from outrider.export.graph import CONTRIB, GraphBuilder
 from outrider.export.spec import DecoderSpec
 
 LOWERINGS = ("fused", "standard")
+
+
+class NormWeights(NamedTuple):
+    """Names of a norm's tensors; ``bias`` is None where it has none."""
+
+    weight: str
+    bias: str | None = None
+
+    @property
+    def inputs(self) -> list[str]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 class Lowering(Protocol):
@@ -28,11 +39,11 @@ class Lowering(Protocol):
         """Compute what all layers share: rotary tables, positions, masks."""
         ...
 
-    def norm(self, x: str, weight: str, name: str) -> str:
-        """Root mean square normalization (arXiv 1910.07467) over the last axis."""
+    def norm(self, x: str, weights: NormWeights, name: str) -> str:
+        """Root mean square (arXiv 1910.07467) or layer normalization (arXiv 1607.06450) over the last axis."""
         ...
 
-    def add_norm(self, x: str, residual: str, weight: str, name: str) -> tuple[str, str]:
+    def add_norm(self, x: str, residual: str, weights: NormWeights, name: str) -> tuple[str, str]:
         """``(norm(x + residual), x + residual)``."""
         ...
 
@@ -95,14 +106,14 @@ class FusedLowering:
         graph.node("Expand", [rows, batch], "query_rows")
         return rows
 
-    def norm(self, x: str, weight: str, name: str) -> str:
-        epsilon = self._spec.norm_epsilon
-        return self._graph.node("SimplifiedLayerNormalization", [x, weight], name, axis=-1, epsilon=epsilon)
+    def norm(self, x: str, weights: NormWeights, name: str) -> str:
+        op = "SimplifiedLayerNormalization" if self._spec.norm == "rms" else "LayerNormalization"
+        return self._graph.node(op, [x, *weights.inputs], name, axis=-1, epsilon=self._spec.norm_epsilon)
 
-    def add_norm(self, x: str, residual: str, weight: str, name: str) -> tuple[str, str]:
+    def add_norm(self, x: str, residual: str, weights: NormWeights, name: str) -> tuple[str, str]:
         self._graph.nodes(
-            "SkipSimplifiedLayerNormalization",
-            [x, residual, weight],
+            "SkipSimplifiedLayerNormalization" if self._spec.norm == "rms" else "SkipLayerNormalization",
+            [x, residual, *weights.inputs],
             [name, "", "", f"{name}.sum"],
             domain=CONTRIB,
             epsilon=self._spec.norm_epsilon,
@@ -177,12 +188,13 @@ class StandardLowering:
         sizes = np.array([self._spec.num_heads, self._spec.num_kv_heads, self._spec.num_kv_heads])
         graph.constant("qkv_sizes", sizes * self._spec.head_dim)
 
-    def norm(self, x: str, weight: str, name: str) -> str:
-        return self._graph.node("RMSNormalization", [x, weight], name, axis=-1, epsilon=self._spec.norm_epsilon)
+    def norm(self, x: str, weights: NormWeights, name: str) -> str:
+        op = "RMSNormalization" if self._spec.norm == "rms" else "LayerNormalization"
+        return self._graph.node(op, [x, *weights.inputs], name, axis=-1, epsilon=self._spec.norm_epsilon)
 
-    def add_norm(self, x: str, residual: str, weight: str, name: str) -> tuple[str, str]:
+    def add_norm(self, x: str, residual: str, weights: NormWeights, name: str) -> tuple[str, str]:
         total = self._graph.node("Add", [x, residual], f"{name}.sum")
-        return self.norm(total, weight, name), total
+        return self.norm(total, weights, name), total
 
     def activation(self, x: str, kind: str, name: str) -> str:
         if kind == "silu":
@@ -226,7 +238,8 @@ def _rotary_tables(graph: GraphBuilder, spec: DecoderSpec, capacity: int) -> Non
     """cos and sin of every position that the cache can hold, ``[capacity, pairs that turn]``."""
     for name, inv_freq in spec.rotations.items():
         angles = np.arange(capacity)[:, None] * inv_freq[None, :]
-        for part, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
+        scale = spec.rotary_scale
+        for part, table in (("cos", scale * np.cos(angles)), ("sin", scale * np.sin(angles))):
             graph.weight(f"{name}_{part}", graph.float_dtype, table.shape, [table])
 
 

@@ -24,7 +24,7 @@ import onnx
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.export.attention import FusedLowering, Lowering, StandardLowering
+from outrider.export.attention import FusedLowering, Lowering, NormWeights, StandardLowering
 from outrider.export.checkpoint import Checkpoint, read_all, read_rows
 from outrider.export.graph import GraphBuilder
 from outrider.export.quantize import (
@@ -137,10 +137,16 @@ class _Decoder:
         self.progress("embedding")
         x = self._norm(residual, "attention_norm", 0)
         for layer in range(spec.num_layers):
-            x = self._norm(self._attention_block(x, layer), "attention_post_norm", layer)
-            x, residual = self._add_norm(self._scaled(x, spec.residual_scale), residual, "mlp_norm", layer)
+            attended = self._norm(self._attention_block(x, layer), "attention_post_norm", layer)
+            attended = self._scaled(attended, spec.residual_scale)
+            if spec.parallel:
+                x = self._norm(residual, "mlp_norm", layer) if spec.has("mlp_norm") else x
+            else:
+                x, residual = self._add_norm(attended, residual, "mlp_norm", layer)
             x = self._norm(self._mlp_block(x, layer), "mlp_post_norm", layer)
             x = self._scaled(x, spec.residual_scale)
+            if spec.parallel:
+                x = graph.node("Add", [attended, x], f"layer.{layer}.both")
             if layer + 1 < spec.num_layers:
                 x, residual = self._add_norm(x, residual, "attention_norm", layer + 1)
             self.progress(f"layer {layer}")
@@ -148,7 +154,7 @@ class _Decoder:
         hidden = graph.node("Add", [x, residual], "hidden")
         rows = graph.node("Unsqueeze", ["logit_rows", graph.constant("minus_one", [-1])], "logit_rows.index")
         wanted = graph.node("GatherND", [hidden, rows], "hidden.wanted", batch_dims=1)
-        normed = lower.norm(wanted, self._norm_weight(spec.final_norm), "final_norm")
+        normed = lower.norm(wanted, self._norm_weights(spec.final_norm), "final_norm")
         apart = embeds_apart(lower.name, self.head_precision)
         head = embedding if spec.tied and not apart else self._head()
         self._logits(head, normed)
@@ -200,20 +206,24 @@ class _Decoder:
         sizes = [spec.linear_shape(role)[0] for role in ("q", "k", "v")]
         graph.nodes("Split", [qkv, graph.constant("qkv_parts", sizes)], parts, axis=2)
         for index, role in enumerate(("q_norm", "k_norm")):
-            x, weight = parts[index], self._norm_weight(spec.stem(role, layer))
+            x, weights = parts[index], self._norm_weights(spec.stem(role, layer))
             if not spec.wide_qk_norm:
                 heads = graph.constant(f"{role}.heads", [0, 0, -1, spec.head_dim])
                 x = graph.node("Reshape", [x, heads], f"{x}.heads")
-            x = self.lowering.norm(x, weight, f"{name}.{role}")
+            x = self.lowering.norm(x, weights, f"{name}.{role}")
             if not spec.wide_qk_norm:
                 x = graph.node("Reshape", [x, graph.constant("merged", [0, 0, -1])], f"{x}.merged")
             parts[index] = x
         return graph.node("Concat", parts, f"{name}.normed", axis=2)
 
     def _mlp_block(self, x: str, layer: int) -> str:
-        """A gated MLP, as SwiGLU (arXiv 2002.05202), gate and up in one product."""
-        graph, name = self.graph, f"layer.{layer}.mlp"
-        both = self._linear(x, self.spec.stacked("gate", "up"), layer, f"{name}.gate_up")
+        """Gated, as SwiGLU (arXiv 2002.05202), gate and up in one product; or with one projection in."""
+        graph, name, roles = self.graph, f"layer.{layer}.mlp", self.spec.mlp_inputs
+        if len(roles) == 1:
+            hidden = self._linear(x, roles, layer, f"{name}.up")
+            activated = self.lowering.activation(hidden, self.spec.activation, f"{name}.activated")
+            return self._linear(activated, ("down",), layer, f"{name}.output")
+        both = self._linear(x, self.spec.stacked(*roles), layer, f"{name}.gate_up")
         halves = [f"{name}.gate", f"{name}.up"]
         graph.nodes("Split", [both], halves, axis=-1, num_outputs=2)
         activated = self.lowering.activation(halves[0], self.spec.activation, f"{name}.activated")
@@ -226,17 +236,20 @@ class _Decoder:
         if not self.spec.has(role):
             total = self.graph.node("Add", [x, residual], f"{name}.sum")
             return total, total
-        return self.lowering.add_norm(x, residual, self._norm_weight(self.spec.stem(role, layer)), name)
+        return self.lowering.add_norm(x, residual, self._norm_weights(self.spec.stem(role, layer)), name)
 
     def _norm(self, x: str, role: str, layer: int) -> str:
         """``x`` itself where the role has no norm."""
         if not self.spec.has(role):
             return x
-        return self.lowering.norm(x, self._norm_weight(self.spec.stem(role, layer)), f"layer.{layer}.{role}")
+        return self.lowering.norm(x, self._norm_weights(self.spec.stem(role, layer)), f"layer.{layer}.{role}")
 
-    def _norm_weight(self, stem: str) -> str:
+    def _norm_weights(self, stem: str) -> NormWeights:
         values = read_all(self.checkpoint, f"{stem}.weight") + np.float32(self.spec.norm_offset)
-        return self._store_vector(f"{stem}.weight", values)
+        weight = self._store_vector(f"{stem}.weight", values)
+        if self.checkpoint.shape(f"{stem}.bias") is None:
+            return NormWeights(weight)
+        return NormWeights(weight, self._store_vector(f"{stem}.bias", read_all(self.checkpoint, f"{stem}.bias")))
 
     def _scaled(self, x: str, scale: float) -> str:
         if scale == 1:

@@ -149,7 +149,9 @@ class GGUFCheckpoint:
             kind = "linear"
         if kind in (None, "none"):
             return None
-        return {"rope_type": kind, "factor": self.metadata(f"{prefix}.rope.scaling.factor")}
+        factor = self.metadata(f"{prefix}.rope.scaling.factor") or self.metadata(f"{prefix}.rope.scale_linear")
+        # Others have settings in keys of their own, which are not read.
+        return {"rope_type": kind if kind == "linear" else f"{kind} (GGUF)", "factor": factor}
 
 
 @contextmanager

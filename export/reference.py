@@ -22,10 +22,13 @@ def reference_logits(spec: DecoderSpec, checkpoint: Checkpoint, ids: NDArray[np.
     x = np.concatenate([checkpoint.read(embedding, int(token), int(token) + 1) for token in ids])
     x = x * np.float32(spec.embedding_scale)
     for layer in range(spec.num_layers):
+        before = x
         for kind, block in (("attention", _attention), ("mlp", _mlp)):
-            y = block(spec, checkpoint, layer, _layer_norm(spec, checkpoint, f"{kind}_norm", layer, x))
+            role = f"{kind}_norm" if spec.has(f"{kind}_norm") or not spec.parallel else "attention_norm"
+            y = block(spec, checkpoint, layer, _layer_norm(spec, checkpoint, role, layer, before))
             y = _layer_norm(spec, checkpoint, f"{kind}_post_norm", layer, y)
             x = x + y * np.float32(spec.residual_scale)
+            before = before if spec.parallel else x
     x = _norm(spec, checkpoint, spec.final_norm, x)
     slabs = read_rows(checkpoint, f"{spec.head}.weight", spec.vocab_size)
     logits = np.concatenate([x @ slab.T for slab in slabs], axis=1) * np.float32(spec.logit_scale)
@@ -37,9 +40,12 @@ def _layer_norm(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int
 
 
 def _norm(spec: DecoderSpec, checkpoint: Checkpoint, stem: str, x: Array) -> Array:
+    if spec.norm == "layer":
+        x = x - x.mean(axis=-1, keepdims=True)
     scale = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(spec.norm_epsilon))
     weight = read_all(checkpoint, f"{stem}.weight") + np.float32(spec.norm_offset)
-    return np.asarray(x * scale * weight, np.float32)
+    bias = read_all(checkpoint, f"{stem}.bias") if checkpoint.shape(f"{stem}.bias") is not None else np.float32(0)
+    return np.asarray(x * scale * weight + bias, np.float32)
 
 
 def _softcap(x: Array, cap: float) -> Array:
@@ -72,7 +78,7 @@ def _attention(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) 
         query, key = (_layer_norm(spec, checkpoint, f"{r}_norm", layer, y) for r, y in (("q", query), ("k", key)))
     rotation = spec.rotation(layer)
     if rotation is not None:
-        query, key = (_rotate(y, spec.rotations[rotation]) for y in (query, key))
+        query, key = (_rotate(y, spec.rotations[rotation], spec.rotary_scale) for y in (query, key))
     group = spec.num_heads // spec.num_kv_heads
     key, value = key.repeat(group, axis=0), value.repeat(group, axis=0)
     scores = _softcap(query @ key.swapaxes(1, 2) * np.float32(spec.query_scale), spec.attention_softcap)
@@ -86,18 +92,19 @@ def _attention(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) 
     return _linear(spec, checkpoint, "o", layer, merged)
 
 
-def _rotate(x: Array, inv_freq: NDArray[np.float64]) -> Array:
+def _rotate(x: Array, inv_freq: NDArray[np.float64], scale: float) -> Array:
     """The first ``2 * len(inv_freq)`` dimensions of each head."""
     angles = np.arange(x.shape[1])[:, None] * inv_freq
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = ((scale * part).astype(np.float32) for part in (np.cos(angles), np.sin(angles)))
     size = len(inv_freq)
     first, second, rest = x[..., :size], x[..., size : 2 * size], x[..., 2 * size :]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def _mlp(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) -> Array:
-    gate, up = _projections(spec, checkpoint, "gate up", layer, x)
-    return _linear(spec, checkpoint, "down", layer, _activated(spec, gate) * up)
+    first, *rest = _projections(spec, checkpoint, " ".join(spec.mlp_inputs), layer, x)
+    hidden = _activated(spec, first)
+    return _linear(spec, checkpoint, "down", layer, hidden * rest[0] if rest else hidden)
 
 
 def _activated(spec: DecoderSpec, x: Array) -> Array:

@@ -35,9 +35,11 @@ def inverse_frequencies(config: dict[str, Any], head_dim: int, kind_of_layer: st
         return np.asarray(frequencies / scaling["factor"])
     if kind == "llama3":
         return _llama3(frequencies, scaling)
+    if kind == "yarn":
+        return _yarn(frequencies, scaling, config, theta, rotated)
     if kind == "factors":  # GGUF files carry the outcome of any scaling as one divisor a pair
         return np.asarray(frequencies / np.asarray(scaling["factors"], np.float64))
-    raise OutriderError(f"rope scaling {kind!r} is not implemented; implemented are default, linear and llama3")
+    raise OutriderError(f"rope scaling {kind!r} is not implemented; implemented are default, linear, llama3 and yarn")
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: dict[str, Any]) -> NDArray[np.float64]:
@@ -46,3 +48,37 @@ def _llama3(frequencies: NDArray[np.float64], scaling: dict[str, Any]) -> NDArra
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return np.asarray(kept * frequencies + (1 - kept) * frequencies / factor)
+
+
+def _yarn(
+    frequencies: NDArray[np.float64], scaling: dict[str, Any], config: dict[str, Any], theta: float, rotated: int
+) -> NDArray[np.float64]:
+    """YaRN (arXiv 2309.00071, section 3.2): pairs that turn often are kept, slow ones slowed, those between blended."""
+    length = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+
+    def pair(turns: float) -> float:
+        """The pair that turns so many times over the original context."""
+        return rotated * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    slowed = np.clip((np.arange(rotated // 2) - first) / (max(last - first, 0.001)), 0.0, 1.0)
+    return np.asarray(slowed * frequencies / scaling["factor"] + (1 - slowed) * frequencies)
+
+
+def rotary_scale(config: dict[str, Any]) -> float:
+    """What cos and sin are multiplied by: YaRN's temperature of attention (its equation 22), else 1."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return scale(scaling["mscale"]) / scale(scaling["mscale_all_dim"])
+    return scale(1)

@@ -16,10 +16,11 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder with root mean square norms, rotary positions, grouped-query attention and a gated MLP.
+    """A decoder with rotary positions and grouped-query attention.
 
     ``inv_freq`` is float64 ``[n]``, the rotation of each of the first n pairs of a head per position, scaling included
-    (radians); ``local_inv_freq`` is that of layers with a window, where it is another. ``windows`` has for each layer
+    (radians), and ``rotary_scale`` what cos and sin are multiplied by; ``local_inv_freq`` is that of layers with a
+    window, where it is another. ``windows`` has for each layer
     how many positions it sees, its own included, 0 for all, and is empty where all see all; ``unrotated`` are layers
     without positions.
 
@@ -27,8 +28,9 @@ class DecoderSpec:
     Norms that have no name are not there; ``qkv`` and ``gate_up`` are projections in one tensor, stacked in that order.
     ``head`` equals ``embedding`` when they are tied. Biases are used where the checkpoint has them.
 
-    Weights of norms are ``norm_offset`` + what is stored; a query or key norm is over each head, or over all of them
-    where its tensor is as wide. Softcaps are c in c * tanh(x / c), 0 for none.
+    ``norm`` is ``rms`` or ``layer``; weights of norms are ``norm_offset`` + what is stored; a query or key norm is over
+    each head, or with ``wide_qk_norm`` over all of them. An MLP without a ``gate`` is not gated. With ``parallel`` it
+    reads what attention reads, through its own norm where there is one. Softcaps are c in c * tanh(x / c), 0 for none.
     """
 
     architecture: str
@@ -46,11 +48,14 @@ class DecoderSpec:
     final_norm: str
     head: str
     layer_names: dict[str, str]
+    rotary_scale: float = 1.0
     local_inv_freq: NDArray[np.float64] | None = None
     windows: tuple[int, ...] = ()
     unrotated: frozenset[int] = frozenset()
     wide_qk_norm: bool = False
+    norm: str = "rms"
     norm_offset: float = 0.0
+    parallel: bool = False
     activation: str = "silu"
     attention_scale: float | None = None  # of query times key; 1 / sqrt(head_dim) by default
     attention_softcap: float = 0.0
@@ -107,6 +112,11 @@ class DecoderSpec:
 
     def has(self, role: str) -> bool:
         return role in self.layer_names
+
+    @property
+    def mlp_inputs(self) -> tuple[str, ...]:
+        """The roles of the first projections of the MLP."""
+        return ("gate", "up") if self.has("gate") or self.has("gate_up") else ("up",)
 
     def stem(self, role: str, layer: int) -> str:
         return self.layer_names[role].format(layer)

@@ -40,6 +40,10 @@ TINY: dict[str, Any] = {
 WINDOWS = {"sliding_window": 7}  # smaller than the prompt
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama-yarn": {
+        "model_type": "llama",
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
     "mistral-window": {"model_type": "mistral", **WINDOWS},
     "qwen2": {"model_type": "qwen2", "use_sliding_window": False, **WINDOWS},
     "qwen2-windows": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, **WINDOWS},
@@ -65,6 +69,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"model_type": "olmo2"},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "use_sliding_window": False},
+    "stablelm": {"model_type": "stablelm", "head_dim": None, "hidden_size": 256, "use_qkv_bias": True},
+    "stablelm-parallel": {
+        "model_type": "stablelm",
+        "head_dim": None,
+        "hidden_size": 256,
+        "use_parallel_residual": True,
+    },
+    "starcoder2": {"model_type": "starcoder2", **WINDOWS},
 }
 
 
@@ -170,7 +182,7 @@ def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> N
         ("qwen3", {"hidden_act": "relu"}, ["activation 'relu'", "silu"]),
         ("mistral-window", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
         ("gemma2", {"layer_types": ["full_attention"]}, ["3 layers", "windows for 1"]),
-        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["rope scaling 'yarn'"]),
+        ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, ["rope scaling 'longrope'"]),
         ("granite", {"logits_scaling": 0}, ["wrong kind"]),
         ("granite", {"residual_multiplier": "1"}, ["residual_scale is '1'"]),
         ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 0.375}}, ["12 pairs", "fused", "standard"]),

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from outrider.engines.errors import OutriderError
 from outrider.export import ExportOptions, export_bundle
+from outrider.export.architectures import decoder_spec
 from outrider.export.checkpoint import TokenizerFiles, open_checkpoint
 from outrider.runtime import Pipeline
 
@@ -74,8 +75,7 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("llama.rope.scale_linear", 4.0, "rope scaling 'linear' is not implemented"),
-        ("llama.rope.scaling.type", "yarn", "rope scaling 'yarn' is not implemented"),
+        ("llama.rope.scaling.type", "yarn", r"rope scaling 'yarn \(GGUF\)' is not implemented"),
         ("llama.rope.dimension_count", 8, "partial_rotary_factor"),
     ],
 )
@@ -84,6 +84,17 @@ def test_positions_of_another_kind_are_refused(tmp_path: Path, key: str, value: 
     extra = {"llama.attention.key_length": 16, key: value}
     write_gguf(tmp_path / "m.gguf", folder, "F32", extra=extra)
     refuse(tmp_path / "m.gguf", tmp_path, words)
+
+
+def test_linear_positions_of_old_files(tmp_path: Path) -> None:
+    """Their key is another than that of new ones."""
+    folder = write_tiny(tmp_path / "hf")
+    plain = decoder_spec(open_checkpoint(str(folder))).inv_freq
+    new = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    for number, keys in enumerate(({"llama.rope.scale_linear": 4.0}, new)):
+        write_gguf(tmp_path / f"{number}.gguf", folder, "F32", extra={"llama.attention.key_length": 16, **keys})
+        found = decoder_spec(open_checkpoint(str(tmp_path / f"{number}.gguf"))).inv_freq
+        np.testing.assert_allclose(found, plain / 4, rtol=1e-6)
 
 
 def test_vectors_in_bf16_are_read_whole(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.engines.errors import OutriderError
-from outrider.export.architectures import gemma, granite, llama, olmo2, phi3, qwen3, smollm3
+from outrider.export.architectures import gemma, granite, llama, olmo2, phi3, qwen3, smollm3, stablelm, starcoder2
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.gguf_checkpoint import GGUFCheckpoint
 from outrider.export.spec import DecoderSpec, check_shapes
@@ -19,6 +19,8 @@ _FAMILIES = {
     "granite": granite.decoder_spec,
     "olmo2": olmo2.decoder_spec,
     "smollm3": smollm3.decoder_spec,
+    "stablelm": stablelm.decoder_spec,
+    "starcoder2": starcoder2.decoder_spec,
 }
 # Whose metadata and tensors were compared with transformers: others store norms or rows in ways of their own.
 _GGUF_FAMILIES = ("llama", "gemma3_text")

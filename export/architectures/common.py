@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.engines.errors import OutriderError
-from outrider.export.rope import inverse_frequencies
+from outrider.export.rope import inverse_frequencies, rotary_scale
 
 LAYER = "model.layers.{}."
 ATTENTION = {
@@ -32,12 +32,23 @@ _ACTIVATIONS = {
 }
 
 
-def base(config: dict[str, Any], *, rotary: str | None = None) -> dict[str, Any]:
+def base(
+    config: dict[str, Any],
+    *,
+    rotary: str | None = None,
+    partly_rotated: bool = False,
+    norm_epsilon: str = "rms_norm_eps",
+) -> dict[str, Any]:
     """Fields of ``DecoderSpec`` that are the same in all these families.
 
     Args:
         rotary: the kind of layer whose rotary positions are those of all layers but the ones with a window.
+        partly_rotated: whether the family rotates a part of each head where its config says so.
+        norm_epsilon: the config's key.
     """
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if not partly_rotated and share not in (None, 1.0):
+        raise OutriderError(f"partial_rotary_factor {share} is not implemented for this family")
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return {
@@ -49,9 +60,10 @@ def base(config: dict[str, Any], *, rotary: str | None = None) -> dict[str, Any]
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
         "vocab_size": config["vocab_size"],
-        "norm_epsilon": config["rms_norm_eps"],
+        "norm_epsilon": config[norm_epsilon],
         "max_positions": config["max_position_embeddings"],
         "inv_freq": inverse_frequencies(config, head_dim, rotary),
+        "rotary_scale": rotary_scale(config),
         "embedding": "model.embed_tokens",
         "final_norm": "model.norm",
         "head": "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head",

@@ -9,7 +9,7 @@ from outrider.export.spec import DecoderSpec
 
 
 def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
-    fields = base(config)
+    fields = base(config, partly_rotated=True)
     names = {role: name for role, name in fields["layer_names"].items() if role not in ("q", "k", "v", "gate", "up")}
     names |= {"qkv": LAYER + "self_attn.qkv_proj", "gate_up": LAYER + "mlp.gate_up_proj"}
     return DecoderSpec(**{**fields, "layer_names": names}, activation=activation(config), windows=windows(config))
