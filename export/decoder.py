@@ -15,7 +15,7 @@ The graph contract, the same for prefill, verify and plain decoding (they differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import BinaryIO
 
@@ -263,19 +263,26 @@ class _Decoder:
         shapes = [self.spec.linear_shape(role) for role in roles]
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
         slabs = chain.from_iterable(
-            read_rows(self.checkpoint, f"{stem}.weight", shape[0]) for stem, shape in zip(stems, shapes, strict=True)
+            self._rows(role, f"{stem}.weight", shape[0]) for role, stem, shape in zip(roles, stems, shapes, strict=True)
         )
         shape, how = (outputs, inputs), (self.lowering.name, self.precision)
         matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how)
-        return matrix.matmul(x, name, self._bias(stems, shapes, name))
+        return matrix.matmul(x, name, self._bias(roles, stems, shapes, name))
 
-    def _bias(self, stems: list[str], shapes: list[tuple[int, int]], name: str) -> str | None:
+    def _rows(self, role: str, name: str, rows: int) -> Iterable[NDArray[np.float32]]:
+        """A projection's tensor slab by slab, or whole where its rows are in another order."""
+        order = self.spec.row_order(role)
+        return read_rows(self.checkpoint, name, rows) if order is None else [read_all(self.checkpoint, name)[order]]
+
+    def _bias(self, roles: tuple[str, ...], stems: list[str], shapes: list[tuple[int, int]], name: str) -> str | None:
         has = [self.checkpoint.shape(f"{stem}.bias") is not None for stem in stems]
         if not any(has):
             return None
         parts = [
-            read_all(self.checkpoint, f"{stem}.bias") if there else np.zeros(shape[0], np.float32)
-            for stem, shape, there in zip(stems, shapes, has, strict=True)
+            np.concatenate(list(self._rows(role, f"{stem}.bias", shape[0])))
+            if there
+            else np.zeros(shape[0], np.float32)
+            for role, stem, shape, there in zip(roles, stems, shapes, has, strict=True)
         ]
         return self._store_vector(f"{name}.bias", np.concatenate(parts))
 

@@ -53,9 +53,10 @@ def _softcap(x: Array, cap: float) -> Array:
 
 
 def _linear(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int, x: Array) -> Array:
-    stem = spec.stem(role, layer)
+    stem, order = spec.stem(role, layer), spec.row_order(role)
     y = x @ read_all(checkpoint, f"{stem}.weight").T
-    return y if checkpoint.shape(f"{stem}.bias") is None else y + read_all(checkpoint, f"{stem}.bias")
+    y = y if checkpoint.shape(f"{stem}.bias") is None else y + read_all(checkpoint, f"{stem}.bias")
+    return y if order is None else y[..., order]
 
 
 def _projections(spec: DecoderSpec, checkpoint: Checkpoint, roles: str, layer: int, x: Array) -> list[Array]:

@@ -53,6 +53,8 @@ class DecoderSpec:
     windows: tuple[int, ...] = ()
     unrotated: frozenset[int] = frozenset()
     wide_qk_norm: bool = False
+    interleaved: bool = False  # a head's pairs lie side by side in the tensors, not half a head apart
+    qkv_by_head: bool = False  # rows of ``qkv`` are those of head 0, q, k and v, then those of head 1, ...
     norm: str = "rms"
     norm_offset: float = 0.0
     parallel: bool = False
@@ -72,6 +74,8 @@ class DecoderSpec:
                 raise OutriderError(f"{name} is {size!r}, not a whole number from 1 up")
         if self.num_heads % self.num_kv_heads:
             raise OutriderError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
+        if self.qkv_by_head and self.num_heads != self.num_kv_heads:
+            raise OutriderError("query, key and value in one tensor by head need as many key-value heads as heads")
         if self.head_dim % 2:
             raise OutriderError(f"head_dim is {self.head_dim}, and rotary positions need pairs of dimensions")
         if self.activation not in ACTIVATIONS:
@@ -140,6 +144,16 @@ class DecoderSpec:
             "gate_up": (2 * self.intermediate_size, self.hidden_size),
             "down": (self.hidden_size, self.intermediate_size),
         }[role]
+
+    def row_order(self, role: str) -> NDArray[np.int64] | None:
+        """Where the rows of a projection lie in its tensor; None for in order."""
+        if role in ("q", "k") and self.interleaved:
+            pairs = np.arange(self.linear_shape(role)[0]).reshape(-1, self.head_dim // 2, 2)
+            return np.asarray(pairs.swapaxes(1, 2).reshape(-1), np.int64)
+        if role != "qkv" or not self.qkv_by_head:
+            return None
+        rows = np.arange(3 * self.num_heads * self.head_dim).reshape(self.num_heads, 3, self.head_dim)
+        return np.asarray(rows.swapaxes(0, 1).reshape(-1), np.int64)
 
     def norm_size(self, role: str) -> int:
         if role not in ("q_norm", "k_norm"):

@@ -38,6 +38,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 0,
 }
 WINDOWS = {"sliding_window": 7}  # smaller than the prompt
+COHERE2 = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama-yarn": {
@@ -69,6 +70,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"model_type": "olmo2"},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "use_sliding_window": False},
+    "cohere": {"model_type": "cohere", "logit_scale": 1.5},
+    "cohere2": {"model_type": "cohere2", "logit_scale": 1.5, "layer_types": COHERE2, **WINDOWS},
+    "gpt-neox": {"model_type": "gpt_neox", "head_dim": None, "hidden_size": 256, "rotary_pct": 0.25},
+    "gpt-neox-in-turn": {
+        "model_type": "gpt_neox",
+        "head_dim": None,
+        "hidden_size": 64,
+        "rotary_pct": 1.0,
+        "use_parallel_residual": False,
+        "tie_word_embeddings": True,
+    },
     "stablelm": {"model_type": "stablelm", "head_dim": None, "hidden_size": 256, "use_qkv_bias": True},
     "stablelm-parallel": {
         "model_type": "stablelm",

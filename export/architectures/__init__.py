@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from outrider.engines.errors import OutriderError
-from outrider.export.architectures import gemma, granite, llama, olmo2, phi3, qwen3, smollm3, stablelm, starcoder2
+from outrider.export.architectures import (
+    cohere,
+    gemma,
+    gpt_neox,
+    granite,
+    llama,
+    olmo2,
+    phi3,
+    qwen3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.gguf_checkpoint import GGUFCheckpoint
 from outrider.export.spec import DecoderSpec, check_shapes
@@ -13,9 +25,12 @@ _FAMILIES = {
     "mistral": llama.decoder_spec,
     "qwen2": llama.decoder_spec,
     "qwen3": qwen3.decoder_spec,
+    "cohere": cohere.decoder_spec,
+    "cohere2": cohere.decoder_spec,
     "gemma2": gemma.decoder_spec,
     "gemma3_text": gemma.decoder_spec,
     "phi3": phi3.decoder_spec,
+    "gpt_neox": gpt_neox.decoder_spec,
     "granite": granite.decoder_spec,
     "olmo2": olmo2.decoder_spec,
     "smollm3": smollm3.decoder_spec,
