@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,10 +18,11 @@ from test_parity import engine_logits, transformers_logits
 from outrider.engines.bundle import Bundle
 from outrider.engines.tensorrt import BuildOptions, build_engine
 from outrider.export import ExportOptions, export_bundle
-from outrider.export.architectures import decoder_spec
+from outrider.export.architectures import _FAMILIES, decoder_spec
 from outrider.export.checkpoint import open_checkpoint
 from outrider.export.quantize import PRECISIONS_OF
 from outrider.export.reference import reference_logits
+from outrider.export.spec import DecoderSpec
 
 torch = pytest.importorskip("torch")
 
@@ -170,6 +172,31 @@ def test_smaller_precisions_stay_close(
     divergence = (np.exp(shifted[0]) * (shifted[0] - shifted[1])).sum(-1).mean()
     assert divergence < {"fp16": 1e-4, "fp8": 0.02, "int8": 1e-3, "int4": 0.15}[precision]
     assert Bundle(out).manifest.target.exactness == "bitwise"
+
+
+DEFAULTED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3", "starcoder2")
+
+
+@pytest.mark.parametrize("kind", [*DEFAULTED, "stablelm", "gpt_neox", "cohere", "cohere2", "llama"])
+def test_what_a_config_leaves_out(kind: str, tmp_path: Path) -> None:
+    """Keys at transformers' own defaults are not in config.json: the same model as when all of them are written out."""
+    from transformers import AutoConfig
+
+    full = AutoConfig.for_model(kind)
+    small = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 96, "num_attention_heads": 8}
+    small |= {"num_key_value_heads": 8, "vocab_size": 320} | ({"head_dim": 32} if hasattr(full, "head_dim") else {})
+    config = AutoConfig.for_model(kind, **small)
+    written = config.to_diff_dict()
+    everything = config.to_dict()
+    for key in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "max_position_embeddings"):
+        if key in everything:  # asked for, and refused by name where missing
+            written[key] = everything[key]
+    for rope in ("rope_parameters", "layer_types"):  # of newer configs; older ones have neither
+        written.pop(rope, None)
+    specs = [_FAMILIES[kind]({"model_type": kind, **small, **settings}) for settings in (written, everything)]
+    for field in dataclasses.fields(DecoderSpec):
+        left_out, whole = (getattr(spec, field.name) for spec in specs)
+        assert np.array_equal(left_out, whole) if isinstance(whole, np.ndarray) else left_out == whole, field.name
 
 
 def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> None:

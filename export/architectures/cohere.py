@@ -12,10 +12,11 @@ from outrider.export.spec import DecoderSpec
 def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     if config.get("use_qk_norm"):
         raise OutriderError("use_qk_norm is not implemented for this family: each head has a norm of its own")
-    config = {"tie_word_embeddings": True, **config}
+    second = config["model_type"] == "cohere2"
+    theta = 1e4 if second else 5e5
+    config = {"tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": theta, **config}
     fields = base(config, norm_epsilon="layer_norm_eps")
     names = {role: name for role, name in fields["layer_names"].items() if role != "mlp_norm"}
-    second = config["model_type"] == "cohere2"
     seen = windows({"layer_types": _layer_types(config), **config}) if second else ()
     return DecoderSpec(
         **{**fields, "layer_names": names},

@@ -83,7 +83,10 @@ def windows(config: dict[str, Any]) -> tuple[int, ...]:
     size, layers = config.get("sliding_window"), config["num_hidden_layers"]
     if not size or config.get("use_sliding_window") is False:
         return ()
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    first = config.get("max_window_layers", 0)  # of configs that do not list their layers
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
+    ]
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise OutriderError(f"layer type {unknown.pop()!r} is not implemented")
     return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)

@@ -22,10 +22,11 @@ _NORMS = {
 def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     if config.get("use_bidirectional_attention"):
         raise OutriderError("use_bidirectional_attention is not implemented: a decoder sees no later tokens")
-    config = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", **config}
+    third = config["model_type"] != "gemma2"
+    defaults = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096}
+    config = {**defaults, "rope_theta": 1e6 if third else 1e4, "query_pre_attn_scalar": 256, **config}
     fields = base(config, rotary="full_attention")
     fields["layer_names"] |= _NORMS
-    third = config["model_type"] != "gemma2"
     if third:
         fields["layer_names"] |= QUERY_KEY_NORMS
         fields["local_inv_freq"] = _local_frequencies(config, fields["head_dim"])
@@ -36,8 +37,8 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
         norm_offset=config.get("norm_offset", 1.0),
         embedding_scale=config["hidden_size"] ** 0.5,
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
-        attention_softcap=config.get("attn_logit_softcapping") or 0.0,
-        logit_softcap=config.get("final_logit_softcapping") or 0.0,
+        attention_softcap=config.get("attn_logit_softcapping", 0.0 if third else 50.0) or 0.0,
+        logit_softcap=config.get("final_logit_softcapping", 0.0 if third else 30.0) or 0.0,
     )
 
 
