@@ -14,6 +14,7 @@ from outrider.export.checkpoint import TokenizerFiles
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_BUFFERS = (".attention.bias", ".attention.masked_bias")  # causal masks that old files hold, whatever their type
 _DTYPES = ("F32", "F16", "BF16")
 _TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -104,6 +105,8 @@ class HuggingFaceCheckpoint:
         for path in sorted(set(self._file_of.values())):
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118
+                    if name.endswith(_BUFFERS):
+                        continue
                     entry = file.get_slice(name)
                     shapes[name] = tuple(entry.get_shape())
                     if entry.get_dtype() not in _DTYPES:
@@ -112,7 +115,7 @@ class HuggingFaceCheckpoint:
                             f"{', '.join(_DTYPES)}"
                         )
         for name, path in self._file_of.items():
-            if name not in shapes:
+            if name not in shapes and not name.endswith(_BUFFERS):
                 raise OutriderError(f"{path} has no tensor {name}, and {_INDEX} names it; download the shard again")
         return shapes
 

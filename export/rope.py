@@ -20,10 +20,7 @@ def inverse_frequencies(config: dict[str, Any], head_dim: int, kind_of_layer: st
     Raises:
         OutriderError: a kind of scaling that is not implemented.
     """
-    # transformers 5 writes rope_parameters, which holds what were rope_theta and rope_scaling before.
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if kind_of_layer is not None and kind_of_layer in scaling:
-        scaling = scaling[kind_of_layer]
+    scaling = rope_settings(config, kind_of_layer)
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
     share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     rotated = int(head_dim * share)
@@ -40,6 +37,23 @@ def inverse_frequencies(config: dict[str, Any], head_dim: int, kind_of_layer: st
     if kind == "factors":  # GGUF files carry the outcome of any scaling as one divisor a pair
         return np.asarray(frequencies / np.asarray(scaling["factors"], np.float64))
     raise OutriderError(f"rope scaling {kind!r} is not implemented; implemented are default, linear, llama3 and yarn")
+
+
+def rope_settings(config: dict[str, Any], kind_of_layer: str | None = None) -> dict[str, Any]:
+    """Scaling, base and share of rotary positions, of one kind of layer where the config parts them.
+
+    transformers 5 writes ``rope_parameters``, which holds what were ``rope_theta`` and ``rope_scaling`` before; what is
+    written into ``rope_scaling`` by hand beside it wins.
+    """
+    settings = config.get("rope_parameters") or {}
+    by_hand = config.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in settings.values()):
+        if by_hand:
+            raise OutriderError("rope_parameters and rope_scaling are both there; put the scaling into the first")
+        settings = settings.get(kind_of_layer) or {}
+    settings = {**settings, **by_hand}
+    original = config.get("original_max_position_embeddings")
+    return settings | ({"original_max_position_embeddings": original} if original else {})
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: dict[str, Any]) -> NDArray[np.float64]:
@@ -68,9 +82,9 @@ def _yarn(
     return np.asarray(slowed * frequencies / scaling["factor"] + (1 - slowed) * frequencies)
 
 
-def rotary_scale(config: dict[str, Any]) -> float:
+def rotary_scale(config: dict[str, Any], kind_of_layer: str | None = None) -> float:
     """What cos and sin are multiplied by: YaRN's temperature of attention (its equation 22), else 1."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope_settings(config, kind_of_layer)
     if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
         return 1.0
     if scaling.get("attention_factor") is not None:

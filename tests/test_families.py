@@ -16,6 +16,7 @@ from refusals import refused
 from test_parity import engine_logits, transformers_logits
 
 from outrider.engines.bundle import Bundle
+from outrider.engines.errors import OutriderError
 from outrider.engines.tensorrt import BuildOptions, build_engine
 from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import _FAMILIES, decoder_spec
@@ -240,3 +241,76 @@ def test_settings_that_are_not_implemented(
     for word in (str(folder), *words):
         assert word in message, message
     assert not (tmp_path / "out").exists()
+
+
+GONE = object()  # a key that is left out
+EDITS: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (name, {key: GONE})
+        for name in ("qwen2", "qwen3", "mistral-window")
+        for key in ("layer_types", "sliding_window")
+    ),
+    *((name, {"layer_types": None}) for name in ("gemma2", "gemma3", "cohere2", "smollm3", "qwen2-windows")),
+    *(
+        (name, {"use_sliding_window": False})
+        for name in ("mistral-window", "starcoder2", "gemma2", "gemma3", "phi4-mini")
+    ),
+    *((name, {"max_window_layers": 2}) for name in ("mistral-window", "starcoder2", "qwen2-windows")),
+    ("qwen2-windows", {"layer_types": GONE}),
+    ("qwen2", {"use_sliding_window": GONE}),
+    ("smollm3", {"use_sliding_window": GONE, "sliding_window": 7}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": GONE}),
+    *((name, {"tie_word_embeddings": GONE}) for name in ("gemma2", "gemma3", "smollm3", "starcoder2", "cohere2")),
+    *(
+        (name, {"rope_parameters": GONE})
+        for name in ("qwen3", "gemma2", "gemma3", "smollm3", "cohere", "cohere2", "gpt-neox")
+    ),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}}),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}),
+    ("gemma3", {"rope_parameters": GONE, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3", {"rope_parameters": GONE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("qwen3", {"rope_parameters": GONE, "rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 5e4}),
+    (
+        "llama-yarn",
+        {
+            "rope_parameters": GONE,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    ("gemma2", {"attn_logit_softcapping": GONE, "final_logit_softcapping": GONE}),
+    ("gemma3", {"query_pre_attn_scalar": GONE}),
+    ("granite", {"attention_multiplier": GONE, "logits_scaling": GONE}),
+    ("stablelm", {"rope_parameters": GONE, "partial_rotary_factor": GONE}),
+    ("starcoder2", {"hidden_act": GONE}),
+    ("cohere2", {"logit_scale": GONE}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), EDITS, ids=[f"{name}-{'-'.join(keys)}" for name, keys in EDITS])
+def test_edited_configs(
+    name: str, changes: dict[str, Any], workdir: Path, tmp_path: Path, ids: NDArray[np.int64]
+) -> None:
+    """Keys left out, or written as older versions did or by hand: as transformers reads them, or refused."""
+    source = workdir / "families" / name
+    if not source.exists():
+        write_family(source, FAMILIES[name])
+    folder = Path(shutil.copytree(source, tmp_path / name))
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        config.pop(key, None)
+        if value is not GONE:
+            config[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        expected = transformers_logits(folder, ids)
+    except Exception:  # such a config is none: refusing it is right, and reading it does no harm
+        return
+    opened = open_checkpoint(str(folder))
+    try:
+        spec = decoder_spec(opened)
+    except OutriderError as error:
+        assert len(str(error).splitlines()) == 1
+        return
+    assert np.abs(reference_logits(spec, opened, ids) - expected).max() < 1e-3

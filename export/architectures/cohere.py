@@ -17,7 +17,7 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     config = {"tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": theta, **config}
     fields = base(config, norm_epsilon="layer_norm_eps")
     names = {role: name for role, name in fields["layer_names"].items() if role != "mlp_norm"}
-    seen = windows({"layer_types": _layer_types(config), **config}) if second else ()
+    seen = windows(config, _layer_types(config)) if second else ()
     return DecoderSpec(
         **{**fields, "layer_names": names},
         activation=activation(config),

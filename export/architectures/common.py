@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.engines.errors import OutriderError
-from outrider.export.rope import inverse_frequencies, rotary_scale
+from outrider.export.rope import inverse_frequencies, rope_settings, rotary_scale
 
 LAYER = "model.layers.{}."
 ATTENTION = {
@@ -29,6 +29,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }
 
 
@@ -46,7 +47,7 @@ def base(
         partly_rotated: whether the family rotates a part of each head where its config says so.
         norm_epsilon: the config's key.
     """
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = rope_settings(config, rotary).get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if not partly_rotated and share not in (None, 1.0):
         raise OutriderError(f"partial_rotary_factor {share} is not implemented for this family")
     heads = config["num_attention_heads"]
@@ -63,7 +64,7 @@ def base(
         "norm_epsilon": config[norm_epsilon],
         "max_positions": config["max_position_embeddings"],
         "inv_freq": inverse_frequencies(config, head_dim, rotary),
-        "rotary_scale": rotary_scale(config),
+        "rotary_scale": rotary_scale(config, rotary),
         "embedding": "model.embed_tokens",
         "final_norm": "model.norm",
         "head": "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head",
@@ -78,15 +79,26 @@ def activation(config: dict[str, Any]) -> str:
     return _ACTIVATIONS[name]
 
 
-def windows(config: dict[str, Any]) -> tuple[int, ...]:
-    """For each layer the positions that it sees, 0 for all; empty where no layer has a window."""
+def windows(config: dict[str, Any], layer_types: list[str] | None = None) -> tuple[int, ...]:
+    """For each layer the positions that it sees, 0 for all; empty where no layer has a window.
+
+    Args:
+        layer_types: of a config that does not list them; by default every layer has a window.
+    """
     size, layers = config.get("sliding_window"), config["num_hidden_layers"]
-    if not size or config.get("use_sliding_window") is False:
+    if not size:
         return ()
-    first = config.get("max_window_layers", 0)  # of configs that do not list their layers
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
-    ]
+    kinds = config.get("layer_types") or layer_types or ["sliding_attention"] * layers
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise OutriderError(f"layer type {unknown.pop()!r} is not implemented")
     return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def qwen_windows(config: dict[str, Any]) -> tuple[int, ...]:
+    """Of Qwen: off unless asked for, and then from some layer on."""
+    config = {"sliding_window": 4096, "max_window_layers": 28, **config}
+    if not config.get("use_sliding_window"):
+        return ()
+    layers = range(config["num_hidden_layers"])
+    first = config["max_window_layers"]
+    return windows(config, ["full_attention" if layer < first else "sliding_attention" for layer in layers])

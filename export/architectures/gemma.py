@@ -27,13 +27,15 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     config = {**defaults, "rope_theta": 1e6 if third else 1e4, "query_pre_attn_scalar": 256, **config}
     fields = base(config, rotary="full_attention")
     fields["layer_names"] |= _NORMS
+    if fields["rotary_scale"] != 1:
+        raise OutriderError("rope scaling 'yarn' is not implemented for this family")
     if third:
         fields["layer_names"] |= QUERY_KEY_NORMS
         fields["local_inv_freq"] = _local_frequencies(config, fields["head_dim"])
     return DecoderSpec(
         **fields,
         activation=activation(config),
-        windows=windows({"layer_types": _layer_types(config, third), **config}),
+        windows=windows(config, _layer_types(config, third)),
         norm_offset=config.get("norm_offset", 1.0),
         embedding_scale=config["hidden_size"] ** 0.5,
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
@@ -43,10 +45,10 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
 
 
 def _local_frequencies(config: dict[str, Any], head_dim: int) -> NDArray[np.float64]:
-    """Of layers with a window: never scaled, and with a base of their own."""
-    if "sliding_attention" in (config.get("rope_parameters") or {}):
-        return inverse_frequencies(config, head_dim, "sliding_attention")
-    return inverse_frequencies({"rope_theta": config.get("rope_local_base_freq", 10000.0)}, head_dim)
+    """Of layers with a window: not scaled where the others are, and with a base of their own."""
+    base_frequency = config.get("rope_local_base_freq", 10000.0)
+    parted = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    return inverse_frequencies({"rope_theta": base_frequency, "rope_parameters": parted}, head_dim)
 
 
 def _layer_types(config: dict[str, Any], third: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Phi 3 and Phi 4 (mini): projections in one tensor each, a part of the head rotated in some."""
+"""Phi 3 (4k positions) and Phi 4: projections in one tensor each, a part of the head rotated in some."""
 
 from __future__ import annotations
 
