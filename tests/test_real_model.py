@@ -24,7 +24,7 @@ def test_speculative_text_is_plain_text(
     assert pipelines["self"].exactness == "bitwise"
     if precision == "int4":
         assert pipelines["self"].target.min_rows == 1
-    options = SamplingOptions(max_new_tokens=24, temperature=temperature, seed=None if temperature is None else 7)
+    options = SamplingOptions(max_new_tokens=16, temperature=temperature, seed=None if temperature is None else 7)
     seen = list(compare(pipelines, PROMPTS[12:30:9], options, tiers=(1, 4)))
     assert len(seen) == 6
     if temperature is None:
@@ -37,6 +37,6 @@ def test_ids_equal_those_of_transformers(smollm2: Path, workdir: Path) -> None:
     model = reference_model(smollm2)
     for prompt in PROMPTS[1::10]:
         ids = encode_prompt(pipeline, prompt)
-        found = pipeline.generate([{"role": "user", "content": prompt.text}], max_new_tokens=32, k=4, drafter="ngram")
+        found = pipeline.generate([{"role": "user", "content": prompt.text}], max_new_tokens=24, k=4, drafter="ngram")
         difference = first_difference(model, ids, found.token_ids)
         assert difference is None or difference[1] < 1e-3

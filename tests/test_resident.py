@@ -181,7 +181,7 @@ def test_a_real_model_over_the_prompts(smollm2_pair: Pipeline) -> None:
         law = list(LAWS.values())[number % 3]
         outputs = []
         for pipeline, drafter, k in ((smollm2_pair, "none", 0), (resident, ("model", "ngram")[number % 2], 4)):
-            request = pipeline.new_request(ids, SamplingOptions(max_new_tokens=12, **law))
+            request = pipeline.new_request(ids, SamplingOptions(max_new_tokens=8, **law))
             for _ in pipeline.decode(request, drafter, k):
                 pass
             outputs.append(request.output.tokens)
