@@ -136,12 +136,7 @@ class Bundle:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        record = _read_manifest(self.folder)
-        try:
-            self.files: dict[str, dict[str, Any]] = _parse(dict[str, dict[str, Any]], record.get("files"), "files")
-            self.manifest: Manifest = _parse(Manifest, record.get("manifest"), "manifest")
-        except ValueError as error:
-            raise OutriderError(f"{self.folder / MANIFEST} is damaged: {error}; export the bundle again") from None
+        self.manifest, self.files = _read_manifest(self.folder)
         engines = {engine.file for engine in self.manifest.engines}
         for name in self.files.keys() - engines:
             _verify_file(self.folder, name, self.files[name])
@@ -179,9 +174,7 @@ class Bundle:
         entry = {"bytes": built.stat().st_size, "sha256": sha256_of(built)}
         built.replace(path)
         with _locked(self.folder):
-            now = _read_manifest(self.folder)
-            files: dict[str, dict[str, Any]] = _parse(dict[str, dict[str, Any]], now.get("files"), "files")
-            manifest: Manifest = _parse(Manifest, now.get("manifest"), "manifest")
+            manifest, files = _read_manifest(self.folder)
             old = {other.file for other in manifest.engines if other.slot == engine.slot}
             kept = tuple(other for other in manifest.engines if other.file not in old)
             self.manifest = replace(manifest, engines=(*kept, engine))
@@ -267,7 +260,18 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> tuple[Manifest, dict[str, dict[str, Any]]]:
+    """The manifest, and what it lists of each file."""
+    record = _read_record(folder)
+    try:
+        files: dict[str, dict[str, Any]] = _parse(dict[str, dict[str, Any]], record.get("files"), "files")
+        manifest: Manifest = _parse(Manifest, record.get("manifest"), "manifest")
+    except ValueError as error:
+        raise OutriderError(f"{folder / MANIFEST} is damaged: {error}; export the bundle again") from None
+    return manifest, files
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not folder.is_dir():
         raise OutriderError(f"{folder} is not a folder; pass the folder that `outrider export --out` wrote")

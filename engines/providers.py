@@ -19,7 +19,7 @@ from outrider.engines.engine import PlanShape
 from outrider.engines.errors import OutriderError
 
 _CONTEXT = "model_ctx.onnx"  # the graph with its engine in place of its nodes, in the cache folder
-_TENSORRT_PRECISIONS = ("fp32", "fp16", "bf16", "int4", "fp8")
+TENSORRT_PRECISIONS = ("fp32", "fp16", "bf16", "int4", "fp8")
 
 
 class _Provider(NamedTuple):
@@ -31,8 +31,8 @@ class _Provider(NamedTuple):
 _PROVIDERS = {
     "cpu": _Provider("CPUExecutionProvider", ("fp32", "fp16", "fp8", "int8", "int4"), None),
     "cuda": _Provider("CUDAExecutionProvider", ("fp16",), "fused"),
-    "ort-tensorrt": _Provider("TensorrtExecutionProvider", _TENSORRT_PRECISIONS, "standard"),
-    "ort-tensorrt-rtx": _Provider("NvTensorRTRTXExecutionProvider", _TENSORRT_PRECISIONS, "standard"),
+    "ort-tensorrt": _Provider("TensorrtExecutionProvider", TENSORRT_PRECISIONS, "standard"),
+    "ort-tensorrt-rtx": _Provider("NvTensorRTRTXExecutionProvider", TENSORRT_PRECISIONS, "standard"),
 }
 PROVIDERS = tuple(_PROVIDERS)
 

@@ -179,7 +179,7 @@ class _ModelJob:
                 f"{self.checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
             )
         # A draft of fewer positions serves as far as it reaches; behind that, decoding goes on plain.
-        capacity = _capacity(min(options.max_length, spec.max_positions))
+        capacity = cache_capacity(min(options.max_length, spec.max_positions))
         (work / self.role).mkdir()
         with (work / self.role / WEIGHTS).open("wb") as weights:
             model = build_decoder(
@@ -213,7 +213,7 @@ class _ModelJob:
         )
 
 
-def _capacity(max_length: int) -> int:
+def cache_capacity(max_length: int) -> int:
     """Cache positions: the longest sequence, and room behind it for the padding of the widest pass."""
     return -(-(max_length + PREFILL_CHUNK) // 8) * 8
 

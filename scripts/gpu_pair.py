@@ -35,12 +35,12 @@ from outrider.engines.tensorrt.library import load_library
 from outrider.export.architectures import decoder_spec, llama
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.decoder import build_decoder
+from outrider.export.export import cache_capacity
 from outrider.export.graph import save_model
 from outrider.export.heads import with_heads
 from outrider.export.quantize import float_type
 from outrider.export.spec import DecoderSpec
 
-GPU_PROVIDERS = ("cuda", "tensorrt", "tensorrt-rtx", "ort-tensorrt", "ort-tensorrt-rtx")
 TIERS = (2, 4, 8)
 _SLAB = 12_000_017  # elements; export asks for at most 8 Mi at a time
 _END = "<|end|>"
@@ -176,7 +176,7 @@ def write_pair(out: Path, pair: Mapping[str, Model], lowering: str, precision: s
 def _write_model(work: Path, role: str, model: Model, lowering: str, precision: str, max_length: int) -> ModelInfo:
     spec, folder = model.spec, work / role
     folder.mkdir()
-    capacity = -(-(max_length + PREFILL_CHUNK) // 8) * 8
+    capacity = cache_capacity(max_length)
     how = {"lowering": lowering, "precision": precision}
     with (folder / WEIGHTS).open("wb") as weights:
         graph = build_decoder(spec, model.checkpoint, weights, **how, capacity=capacity)

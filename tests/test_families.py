@@ -41,6 +41,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 0,
 }
 WINDOWS = {"sliding_window": 7}  # smaller than the prompt
+GONE = object()  # in place of a value: the key is left out
 COHERE2 = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -116,10 +117,24 @@ def write_family(path: Path, changes: dict[str, Any]) -> Path:
     return path
 
 
+def family(name: str, workdir: Path) -> Path:
+    """The checkpoint of one of ``FAMILIES``, written once a run."""
+    path = workdir / "families" / name
+    return path if path.exists() else write_family(path, FAMILIES[name])
+
+
+def edited(name: str, changes: dict[str, Any], workdir: Path, tmp_path: Path) -> Path:
+    """A copy of a family's checkpoint with other values in its config; ``GONE`` leaves a key out."""
+    folder = Path(shutil.copytree(family(name, workdir), tmp_path / name))
+    config = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value is not GONE}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, workdir: Path) -> Path:
-    path = workdir / "families" / request.param
-    return path if path.exists() else write_family(path, FAMILIES[request.param])
+    return family(request.param, workdir)
 
 
 @pytest.fixture(scope="module")
@@ -231,19 +246,13 @@ def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> N
 def test_settings_that_are_not_implemented(
     name: str, changes: dict[str, Any], words: list[str], workdir: Path, tmp_path: Path
 ) -> None:
-    source = workdir / "families" / name
-    if not source.exists():
-        write_family(source, FAMILIES[name])
-    folder = Path(shutil.copytree(source, tmp_path / name))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    folder = edited(name, changes, workdir, tmp_path)
     message = refused(lambda: export_bundle(str(folder), None, tmp_path / "out", ExportOptions("fp32"), threads=2))
     for word in (str(folder), *words):
         assert word in message, message
     assert not (tmp_path / "out").exists()
 
 
-GONE = object()  # a key that is left out
 EDITS: list[tuple[str, dict[str, Any]]] = [
     *(
         (name, {key: GONE})
@@ -293,16 +302,7 @@ def test_edited_configs(
     name: str, changes: dict[str, Any], workdir: Path, tmp_path: Path, ids: NDArray[np.int64]
 ) -> None:
     """Keys left out, or written as older versions did or by hand: as transformers reads them, or refused."""
-    source = workdir / "families" / name
-    if not source.exists():
-        write_family(source, FAMILIES[name])
-    folder = Path(shutil.copytree(source, tmp_path / name))
-    config = json.loads((folder / "config.json").read_text())
-    for key, value in changes.items():
-        config.pop(key, None)
-        if value is not GONE:
-            config[key] = value
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = edited(name, changes, workdir, tmp_path)
     try:
         expected = transformers_logits(folder, ids)
     except Exception:  # such a config is none: refusing it is right, and reading it does no harm

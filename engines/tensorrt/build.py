@@ -22,12 +22,12 @@ from outrider.engines.cache import store
 from outrider.engines.cuda import CudaDriver
 from outrider.engines.engine import DRAFT_TABLE, PlanShape, plan_table
 from outrider.engines.errors import OutriderError
+from outrider.engines.providers import TENSORRT_PRECISIONS
 from outrider.engines.tensorrt.library import Interrupts, Library, Progress, load_library, progress_monitor
 
 ANY = "any"  # an engine for every architecture that the library supports
 _LEAST_ARCH = {"bf16": 80, "int4": 80, "fp8": 89}
 _SETTINGS = 1  # another number for engines that this module would build in another way
-PRECISIONS = ("fp32", "fp16", "bf16", "int4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def _serialized(
 
 def check_graph(bundle: Bundle, info: ModelInfo) -> None:
     """Raises OutriderError for a graph of operators that are not TensorRT's."""
-    if info.lowering != "standard" or info.precision not in PRECISIONS:
-        *others, last = PRECISIONS
+    if info.lowering != "standard" or info.precision not in TENSORRT_PRECISIONS:
+        *others, last = TENSORRT_PRECISIONS
         raise OutriderError(
             f"{bundle.path(info.graph)} is {info.precision}, {info.lowering}; TensorRT takes --lowering standard "
             f"--precision {', '.join(others)} or {last}: export again"

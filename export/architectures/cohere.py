@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.engines.errors import OutriderError
-from outrider.export.architectures.common import activation, base, windows
+from outrider.export.architectures.common import activation, alternating, base, windows
 from outrider.export.spec import DecoderSpec
 
 
@@ -17,7 +17,7 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     config = {"tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": theta, **config}
     fields = base(config, norm_epsilon="layer_norm_eps")
     names = {role: name for role, name in fields["layer_names"].items() if role != "mlp_norm"}
-    seen = windows(config, _layer_types(config)) if second else ()
+    seen = windows(config, alternating(config, 4)) if second else ()
     return DecoderSpec(
         **{**fields, "layer_names": names},
         activation=activation(config),
@@ -29,10 +29,3 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
         unrotated=frozenset(layer for layer, window in enumerate(seen) if not window),
         logit_scale=config.get("logit_scale", 0.0625),
     )
-
-
-def _layer_types(config: dict[str, Any]) -> list[str]:
-    """Of configs that do not list them: every fourth layer or so sees all."""
-    every = config.get("sliding_window_pattern") or 4
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return ["full_attention" if layer % every == 0 else "sliding_attention" for layer in layers]

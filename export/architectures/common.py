@@ -94,6 +94,13 @@ def windows(config: dict[str, Any], layer_types: list[str] | None = None) -> tup
     return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
 
 
+def alternating(config: dict[str, Any], every: int) -> list[str]:
+    """Layer types of a config that does not list them: every so many layers one sees all."""
+    every = config.get("sliding_window_pattern") or every
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return ["full_attention" if layer % every == 0 else "sliding_attention" for layer in layers]
+
+
 def qwen_windows(config: dict[str, Any]) -> tuple[int, ...]:
     """Of Qwen: off unless asked for, and then from some layer on."""
     config = {"sliding_window": 4096, "max_window_layers": 28, **config}

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.export.architectures.common import LAYER, QUERY_KEY_NORMS, activation, base, windows
+from outrider.export.architectures.common import LAYER, QUERY_KEY_NORMS, activation, alternating, base, windows
 from outrider.export.rope import inverse_frequencies
 from outrider.export.spec import DecoderSpec
 
@@ -35,7 +35,7 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     return DecoderSpec(
         **fields,
         activation=activation(config),
-        windows=windows(config, _layer_types(config, third)),
+        windows=windows(config, alternating(config, 6 if third else 2)),
         norm_offset=config.get("norm_offset", 1.0),
         embedding_scale=config["hidden_size"] ** 0.5,
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
@@ -49,10 +49,3 @@ def _local_frequencies(config: dict[str, Any], head_dim: int) -> NDArray[np.floa
     base_frequency = config.get("rope_local_base_freq", 10000.0)
     parted = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     return inverse_frequencies({"rope_theta": base_frequency, "rope_parameters": parted}, head_dim)
-
-
-def _layer_types(config: dict[str, Any], third: bool) -> list[str]:
-    """Of configs that do not list them: every second layer of Gemma 2 sees all, every sixth or so of Gemma 3."""
-    every = config.get("sliding_window_pattern") or (6 if third else 2)
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return ["full_attention" if layer % every == 0 else "sliding_attention" for layer in layers]
