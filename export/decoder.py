@@ -27,18 +27,9 @@ from outrider.engines.errors import OutriderError
 from outrider.export.attention import FusedLowering, Lowering, NormWeights, StandardLowering
 from outrider.export.checkpoint import Checkpoint, read_all, read_rows
 from outrider.export.graph import GraphBuilder
-from outrider.export.quantize import (
-    BITS,
-    BLOCK_SIZE,
-    PRECISIONS_OF,
-    Matrix,
-    Table,
-    check_head_precision,
-    embeds_apart,
-    float_type,
-    store_matrix,
-    store_table,
-)
+from outrider.export.matrices import Matrix, Table, store_matrix, store_table
+from outrider.export.precision import BITS, PRECISIONS_OF, check_head_precision, embeds_apart, float_type
+from outrider.export.quantize import BLOCK_SIZE
 from outrider.export.spec import DecoderSpec
 
 Progress = Callable[[str], None]

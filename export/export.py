@@ -32,9 +32,10 @@ from outrider.export.decoder import build_decoder
 from outrider.export.graph import save_model
 from outrider.export.heads import with_heads
 from outrider.export.pair import check_pair, vocabulary
-from outrider.export.quantize import PRECISIONS, as_stored, float_type
+from outrider.export.precision import PRECISIONS, float_type
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
+from outrider.export.stored import as_stored
 from outrider.export.widen import widened_engine
 
 _CHECK_TEXT = "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon for the first time."

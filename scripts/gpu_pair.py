@@ -38,7 +38,7 @@ from outrider.export.decoder import build_decoder
 from outrider.export.export import cache_capacity
 from outrider.export.graph import save_model
 from outrider.export.heads import with_heads
-from outrider.export.quantize import float_type
+from outrider.export.precision import float_type
 from outrider.export.spec import DecoderSpec
 
 TIERS = (2, 4, 8)

@@ -16,9 +16,11 @@ from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import decoder_spec
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import open_checkpoint
-from outrider.export.quantize import BITS, PRECISIONS_OF, StoredCheckpoint, dequantize_blocks, quantize_blocks
+from outrider.export.precision import BITS, PRECISIONS_OF
+from outrider.export.quantize import dequantize_blocks, quantize_blocks
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
+from outrider.export.stored import StoredCheckpoint
 
 FAULTS = {
     "other positions": lambda spec: replace(spec, inv_freq=spec.inv_freq * 1.5),
@@ -65,9 +67,9 @@ def test_another_model_does_not(tiny: Path, workdir: Path, precision: str, fault
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_come_back_within_half_a_step(bits: int) -> None:
     rows = np.random.default_rng(1).standard_normal((7, 80), np.float32)
-    packed, scales = quantize_blocks(rows, bits)
-    back = dequantize_blocks(packed, scales, bits, 80)
-    steps = np.abs(scales).repeat(32, axis=1)[:, :80]
+    blocks = quantize_blocks(rows, bits)
+    back = dequantize_blocks(blocks, bits, 80)
+    steps = np.abs(blocks.scales).repeat(32, axis=1)[:, :80]
     # The largest value of a block may lie beyond the last step of the other sign.
     assert (np.abs(back - rows) <= steps * 1.01).all()
     assert np.mean(np.abs(back - rows) <= steps * 0.501) > 0.95

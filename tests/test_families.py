@@ -21,7 +21,7 @@ from outrider.engines.tensorrt import BuildOptions, build_engine
 from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import _FAMILIES, decoder_spec
 from outrider.export.checkpoint import open_checkpoint
-from outrider.export.quantize import PRECISIONS_OF
+from outrider.export.precision import PRECISIONS_OF
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 

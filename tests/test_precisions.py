@@ -23,9 +23,10 @@ from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import decoder_spec
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import open_checkpoint, read_all
-from outrider.export.quantize import as_stored, quantize_fp8
+from outrider.export.quantize import quantize_fp8
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
+from outrider.export.stored import as_stored
 from outrider.export.widen import widened_engine
 
 PRECISIONS = ("bf16", "fp8", "int4")

@@ -1,0 +1,62 @@
+"""A checkpoint as its exported weights say it: the model that an exact engine would be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.export.checkpoint import Checkpoint, TokenizerFiles
+from outrider.export.precision import BITS, embeds_apart
+from outrider.export.quantize import dequantize_blocks, quantize_blocks, quantize_fp8
+from outrider.export.spec import DecoderSpec
+
+_APART = "apart:"  # before the name of the embedding, where the reference shall read it as ``embeds_apart`` says
+
+
+class StoredCheckpoint:
+    """A checkpoint as it comes back from its storage: what is rounded is rounded, all else as it was.
+
+    Args:
+        others: the precision of tensors that have one of their own, by stem.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, precision: str, others: dict[str, str] | None = None) -> None:
+        self.path = checkpoint.path
+        self.config = checkpoint.config
+        self._checkpoint = checkpoint
+        self._precision = precision
+        self._others = others or {}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._checkpoint.shape(name)
+
+    def tokenizer(self) -> TokenizerFiles:
+        return self._checkpoint.tokenizer()
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        rows = self._checkpoint.read(name.removeprefix(_APART), start, stop)
+        precision = self._others.get(name.removesuffix(".weight"), self._precision)
+        if precision == "bf16":
+            return rows.astype(ml_dtypes.bfloat16).astype(np.float32)
+        if rows.ndim == 1 or name.startswith(_APART) or precision in ("fp32", "fp16"):
+            return rows
+        if precision == "fp8":
+            values, scales = quantize_fp8(rows)
+            return values.astype(np.float32) * scales[:, None].astype(np.float32)
+        bits = BITS[precision]
+        return dequantize_blocks(quantize_blocks(rows, bits), bits, rows.shape[1])
+
+
+def as_stored(
+    spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str, head_precision: str
+) -> tuple[DecoderSpec, Checkpoint]:
+    """The model that an exact engine would be, for ``reference_logits``: the very arguments where little is rounded."""
+    if {precision, head_precision} <= {"fp32", "fp16"}:
+        return spec, checkpoint
+    others = dict.fromkeys((spec.embedding, spec.head), head_precision)
+    if embeds_apart(lowering, head_precision):
+        spec = replace(spec, embedding=_APART + spec.embedding)
+    return spec, StoredCheckpoint(checkpoint, precision, others)
