@@ -10,13 +10,17 @@ from pathlib import Path
 import click
 
 from outrider.cli import options
-from outrider.engines.bundle import WEIGHTS, Manifest, ModelInfo
+from outrider.engines.bundle import CUT_GRAPH, Manifest, ModelInfo
 from outrider.engines.errors import OutriderError
 
 
 @click.command()
 @click.option("--target", required=True, help="Checkpoint: a Hugging Face folder, a GGUF file or a hub id.")
-@click.option("--draft", required=True, help="Checkpoint of the draft model, or `none`.")
+@click.option(
+    "--draft",
+    required=True,
+    help="Checkpoint of the draft model, `layers:0-3,26-29` for some of the target's layers, or `none`.",
+)
 @click.option("--out", type=Path, required=True, help="Folder to create.")
 @click.option(
     "--precision",
@@ -38,6 +42,7 @@ from outrider.engines.errors import OutriderError
     help="Draft tokens a round to serve.",
 )
 @click.option("--max-length", default=2048, show_default=True, help="Longest sequence, prompt and output, in tokens.")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted export stopped, if there is one.")
 @options.threads
 @options.as_json
 def export(
@@ -51,12 +56,14 @@ def export(
     draft_lowering: str | None,
     tiers: tuple[int, ...],
     max_length: int,
+    resume: bool,
     threads: int | None,
     as_json: bool,
 ) -> None:
     """Export a target and its draft into a checked bundle."""
     try:
         from outrider.export import ExportOptions, export_bundle
+        from outrider.export.folder import interrupted
     except ImportError as error:
         raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
 
@@ -67,9 +74,18 @@ def export(
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(100 * done // total - bar.pos, stage)
 
-        manifest = export_bundle(
-            target, None if draft == "none" else draft, out, settings, threads=threads, progress=progress
-        )
+        try:
+            manifest = export_bundle(
+                target,
+                None if draft == "none" else draft,
+                out,
+                settings,
+                threads=threads,
+                resume=resume,
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            raise OutriderError(interrupted(out)) from None
     if as_json:
         click.echo(json.dumps({"bundle": str(out), **asdict(manifest)}, indent=2))
     else:
@@ -80,15 +96,20 @@ def _print(out: Path, manifest: Manifest, seconds: float) -> None:
     for role, model in (("target", manifest.target), ("draft", manifest.draft)):
         if model is None:
             continue
-        size = (out / model.graph).with_name(WEIGHTS).stat().st_size / 1e6
-        check = model.check
-        click.echo(
-            f"{role:7} {model.architecture}, {model.num_layers} layers, {_precision(model)}, {size:.1f} MB; against "
-            f"the checkpoint: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g} "
-            f"({check['kl_stored']:.1g} from the weights as stored), "
-            f"argmax equal {check['same_argmax']:.0%}; rows {describe_rows(model.exactness, model.min_rows)}"
-        )
+        click.echo(f"{role:7} {_described(out, model)}")
     click.echo(f"bundle  {out} (K = {', '.join(map(str, manifest.tiers))}; {seconds:.1f} s)")
+
+
+def _described(out: Path, model: ModelInfo) -> str:
+    size, check = (out / model.weights).stat().st_size / 1e6, model.check
+    stored = "the target's weights" if model.graph == CUT_GRAPH else f"{size:.1f} MB"
+    compared = "" if check["layers"] == model.num_layers else f" (its first and last of {model.num_layers} layers)"
+    return (
+        f"{model.architecture}, {model.num_layers} layers, {_precision(model)}, {stored}; against "
+        f"the checkpoint{compared}: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g} "
+        f"({check['kl_stored']:.1g} from the weights as stored), "
+        f"argmax equal {check['same_argmax']:.0%}; rows {describe_rows(model.exactness, model.min_rows)}"
+    )
 
 
 def _precision(model: ModelInfo) -> str:

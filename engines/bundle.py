@@ -3,9 +3,10 @@
 bundle/
   manifest.json        what is inside, how it was checked, sha256 of every other file
   target/model.onnx    one graph a model, for prefill, verify and plain decoding
-  target/resident.onnx the same with heads behind its logits, for rounds that stay on their device
+  target/model.resident.onnx  the same with heads behind its logits, for rounds that stay on their device
   target/weights.bin   of both
-  draft/...            absent when the bundle was exported with ``--draft none``
+  draft/...            absent when the bundle was exported with ``--draft none``; a draft of some of the target's layers
+                       is target/draft.onnx, over the same weights
   tokenizer.json
   chat_template.jinja  absent when the checkpoint has none
   engines/...          what `outrider build` made of the graphs
@@ -16,8 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -27,11 +26,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from outrider.engines.errors import OutriderError
 
 FORMAT = "outrider-bundle"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "weights.bin"  # beside each graph
-RESIDENT = "resident.onnx"  # beside each graph too
+CUT_GRAPH = "target/draft.onnx"  # of a draft that is a part of the target
 ENGINES = "engines"
 CHAT_TEMPLATE = "chat_template.jinja"
 
@@ -64,7 +63,7 @@ class ModelInfo:
     @property
     def resident_graph(self) -> str:
         """The graph with heads (``export/heads.py``)."""
-        return PurePosixPath(self.graph).with_name(RESIDENT).as_posix()
+        return PurePosixPath(self.graph).with_suffix(".resident.onnx").as_posix()
 
     @property
     def weights(self) -> str:
@@ -191,37 +190,12 @@ class Bundle:
         return self.path(CHAT_TEMPLATE).read_text(encoding="utf-8") if CHAT_TEMPLATE in self.files else None
 
 
-@contextmanager
-def new_bundle(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder that becomes ``folder`` when the block ends well, and vanishes when it does not.
-
-    Raises:
-        OutriderError: ``folder`` exists, its parent does not, or the disk is full.
-    """
-    folder = Path(folder)
-    work = None
-    try:
-        if folder.exists():
-            raise OutriderError(f"{folder} exists; remove it or choose another --out")
-        if not folder.parent.is_dir():
-            raise OutriderError(f"there is no folder {folder.parent}; create it or choose another --out")
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        yield work
-        work.chmod(0o755)
-        work.rename(folder)
-    except OSError as error:
-        raise OutriderError(f"could not write {folder}: {error.strerror or error}; nothing was kept") from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-
-
 def write_manifest(work: Path, manifest: Manifest) -> None:
-    """Write the manifest last, with size and sha256 of every file under ``work``."""
+    """Write the manifest last, with size and sha256 of every file under ``work`` that is not hidden."""
     files = {
         path.relative_to(work).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(work.rglob("*"))
-        if path.is_file()
+        if path.is_file() and not path.name.startswith(".")  # notes of the export, which go before the end
     }
     _write_record(work / MANIFEST, manifest, files)
 

@@ -15,9 +15,8 @@ The graph contract, the same for prefill, verify and plain decoding (they differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import BinaryIO
 
 import numpy as np
 import onnx
@@ -31,6 +30,7 @@ from outrider.export.matrices import Matrix, Table, store_matrix, store_table
 from outrider.export.precision import BITS, PRECISIONS_OF, check_head_precision, embeds_apart, float_type
 from outrider.export.quantize import BLOCK_SIZE
 from outrider.export.spec import DecoderSpec
+from outrider.export.weights import Weights
 
 Progress = Callable[[str], None]
 
@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 def build_decoder(
     spec: DecoderSpec,
     checkpoint: Checkpoint,
-    weights: BinaryIO,
+    weights: Weights,
     *,
     lowering: str,
     precision: str,
@@ -46,7 +46,7 @@ def build_decoder(
     head_precision: str | None = None,
     progress: Progress = lambda stage: None,
 ) -> onnx.ModelProto:
-    """Write the weights to ``weights`` and return the graph that refers to them.
+    """Put the weights into ``weights`` and return the graph that refers to them.
 
     Args:
         spec: its ``vocab_size`` may be smaller than the checkpoint's, whose further rows are cut off.
@@ -137,7 +137,7 @@ class _Decoder:
             x = self._norm(self._mlp_block(x, layer), "mlp_post_norm", layer)
             x = self._scaled(x, spec.residual_scale)
             if spec.parallel:
-                x = graph.node("Add", [attended, x], f"layer.{layer}.both")
+                x = graph.node("Add", [attended, x], self._name(layer, "both"))
             if layer + 1 < spec.num_layers:
                 x, residual = self._add_norm(x, residual, "attention_norm", layer + 1)
             self.progress(f"layer {layer}")
@@ -184,7 +184,7 @@ class _Decoder:
                 graph.output(f"present_{kind}.{layer}", graph.float_dtype, shape)
 
     def _attention_block(self, x: str, layer: int) -> str:
-        name = f"layer.{layer}.attention"
+        name = self._name(layer, "attention")
         qkv = self._linear(x, self.spec.stacked("q", "k", "v"), layer, f"{name}.qkv")
         if self.spec.has("q_norm"):
             qkv = self._query_key_norms(qkv, layer, name)
@@ -209,7 +209,7 @@ class _Decoder:
 
     def _mlp_block(self, x: str, layer: int) -> str:
         """Gated, as SwiGLU (arXiv 2002.05202), gate and up in one product; or with one projection in."""
-        graph, name, roles = self.graph, f"layer.{layer}.mlp", self.spec.mlp_inputs
+        graph, name, roles = self.graph, self._name(layer, "mlp"), self.spec.mlp_inputs
         if len(roles) == 1:
             hidden = self._linear(x, roles, layer, f"{name}.up")
             activated = self.lowering.activation(hidden, self.spec.activation, f"{name}.activated")
@@ -223,7 +223,7 @@ class _Decoder:
 
     def _add_norm(self, x: str, residual: str, role: str, layer: int) -> tuple[str, str]:
         """``(norm(x + residual), x + residual)``; without the norm where the role has none."""
-        name = f"layer.{layer}.{role}"
+        name = self._name(layer, role)
         if not self.spec.has(role):
             total = self.graph.node("Add", [x, residual], f"{name}.sum")
             return total, total
@@ -233,7 +233,10 @@ class _Decoder:
         """``x`` itself where the role has no norm."""
         if not self.spec.has(role):
             return x
-        return self.lowering.norm(x, self._norm_weights(self.spec.stem(role, layer)), f"layer.{layer}.{role}")
+        return self.lowering.norm(x, self._norm_weights(self.spec.stem(role, layer)), self._name(layer, role))
+
+    def _name(self, layer: int, part: str) -> str:
+        return f"layer.{self.spec.number(layer)}.{part}"
 
     def _norm_weights(self, stem: str) -> NormWeights:
         values = read_all(self.checkpoint, f"{stem}.weight") + np.float32(self.spec.norm_offset)
@@ -260,10 +263,13 @@ class _Decoder:
         matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how)
         return matrix.matmul(x, name, self._bias(roles, stems, shapes, name))
 
-    def _rows(self, role: str, name: str, rows: int) -> Iterable[NDArray[np.float32]]:
-        """A projection's tensor slab by slab, or whole where its rows are in another order."""
+    def _rows(self, role: str, name: str, rows: int) -> Iterator[NDArray[np.float32]]:
+        """A projection's tensor slab by slab, or whole where its rows are in another order; read when it is wanted."""
         order = self.spec.row_order(role)
-        return read_rows(self.checkpoint, name, rows) if order is None else [read_all(self.checkpoint, name)[order]]
+        if order is None:
+            yield from read_rows(self.checkpoint, name, rows)
+        else:
+            yield read_all(self.checkpoint, name)[order]
 
     def _bias(self, roles: tuple[str, ...], stems: list[str], shapes: list[tuple[int, int]], name: str) -> str | None:
         has = [self.checkpoint.shape(f"{stem}.bias") is not None for stem in stems]

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
-from outrider.engines.bundle import (
-    CHAT_TEMPLATE,
-    RESIDENT,
-    TOKENIZER,
-    WEIGHTS,
-    Manifest,
-    ModelInfo,
-    new_bundle,
-    write_manifest,
-)
-from outrider.engines.engine import PREFILL_CHUNK, noise_slots
+from outrider.engines.bundle import CHAT_TEMPLATE, CUT_GRAPH, TOKENIZER, Manifest, write_manifest
+from outrider.engines.engine import PREFILL_CHUNK
 from outrider.engines.errors import OutriderError
-from outrider.engines.ort import OrtEngine
-from outrider.engines.probe import probe_rows
 from outrider.export.architectures import decoder_spec
 from outrider.export.attention import LOWERINGS
-from outrider.export.check import check_engine
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
-from outrider.export.decoder import build_decoder
-from outrider.export.graph import save_model
-from outrider.export.heads import with_heads
+from outrider.export.folder import check_out, describe, left_bytes, new_bundle
+from outrider.export.layers import PREFIX, parse_layers
+from outrider.export.model import ModelExport
 from outrider.export.pair import check_pair, vocabulary
-from outrider.export.precision import PRECISIONS, float_type
-from outrider.export.reference import reference_logits
+from outrider.export.precision import PRECISIONS
 from outrider.export.spec import DecoderSpec
-from outrider.export.stored import as_stored
-from outrider.export.widen import widened_engine
 
 _CHECK_TEXT = "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon for the first time."
 _CHECK_TOKENS = 32
@@ -95,42 +81,97 @@ def export_bundle(
     options: ExportOptions,
     *,
     threads: int | None = None,
+    resume: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> Manifest:
-    """Export a target and its draft (None for model-free drafting) and check what was written.
+    """Export a target and its draft and check what was written.
 
     Args:
+        draft: a checkpoint, ``layers:0-3,26-29`` for some of the target's layers, or None for model-free drafting.
+        resume: go on where an interrupted export of the same with the same options stopped.
         progress: called with a stage ("target: layer 3"), and how many of how many stages are done.
 
     Raises:
         OutriderError: see the modules that read, pair, write and check; nothing is left behind.
     """
-    with new_bundle(out) as work:
-        sources = {"target": target} | ({} if draft is None else {"draft": draft})
-        checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
-        specs = {role: decoder_spec(checkpoint) for role, checkpoint in checkpoints.items()}
-        tokenizers = {role: checkpoint.tokenizer() for role, checkpoint in checkpoints.items()}
-        vocabularies = {role: vocabulary(files, sources[role]) for role, files in tokenizers.items()}
-        if draft is not None:
-            check_pair(vocabularies["target"], vocabularies["draft"])
-        specs = {role: _cut(spec, vocabularies["target"], sources[role]) for role, spec in specs.items()}
-        steps = _Steps(progress, sum(spec.num_layers + 4 for spec in specs.values()))
+    check_out(out)
+    try:
+        jobs, tokenizer = _plan(target, draft, options)
+        order = describe([job.checkpoint.path for job in jobs.values()], (draft, options))
+    except OSError as error:
+        raise OutriderError(f"cannot read {error.filename or target}: {error.strerror or error}") from error
+    _check_disk(Path(out), jobs)
+    with new_bundle(out, order, resume=resume) as work:
+        steps = _Steps(progress, sum(job.steps for job in jobs.values()))
+        ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
         models = {}
-        for role, spec in specs.items():
-            job = _ModelJob(role, spec, checkpoints[role], options.of(role), threads, steps)
-            models[role] = job.run(work, tokenizers["target"])
-        _write_tokenizer(work, tokenizers["target"])
+        for role, job in jobs.items():
+            step = partial(steps.step, role)
+            models[role] = job.check(work, job.write(work, step), ids, threads, step)
+        _write_tokenizer(work, tokenizer)
         manifest = Manifest(
             producer=f"outrider {version('outrider')}",
             tiers=options.tiers,
             max_length=options.max_length,
-            eos_token_ids=tokenizers["target"].eos_token_ids,
-            special_tokens=tokenizers["target"].special_tokens,
+            eos_token_ids=tokenizer.eos_token_ids,
+            special_tokens=tokenizer.special_tokens,
             target=models["target"],
             draft=models.get("draft"),
         )
         write_manifest(work, manifest)
     return manifest
+
+
+def _plan(target: str, draft: str | None, options: ExportOptions) -> tuple[dict[str, ModelExport], TokenizerFiles]:
+    """The models to write, by role, and the tokenizer that they share."""
+    cut = draft is not None and draft.startswith(PREFIX)
+    if cut and (options.draft_precision or options.draft_lowering):
+        raise OutriderError(f"--draft {draft} has the target's weights; leave --draft-precision and -lowering out")
+    sources = {"target": target} | ({} if draft is None or cut else {"draft": draft})
+    checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
+    specs = {role: decoder_spec(checkpoint) for role, checkpoint in checkpoints.items()}
+    tokenizers = {role: checkpoint.tokenizer() for role, checkpoint in checkpoints.items()}
+    vocabularies = {role: vocabulary(files, sources[role]) for role, files in tokenizers.items()}
+    if "draft" in vocabularies:
+        check_pair(vocabularies["target"], vocabularies["draft"])
+    jobs = {}
+    for role, spec in specs.items():
+        spec = _cut(spec, vocabularies["target"], sources[role])
+        jobs[role] = _model_export(role, spec, checkpoints[role], options.of(role))
+    if draft is not None and cut:
+        whole = jobs["target"]
+        part = whole.spec.of_layers(parse_layers(draft, whole.spec.num_layers))
+        jobs["draft"] = replace(whole, graph=CUT_GRAPH, spec=part, whole=whole.graph)
+    return jobs, tokenizers["target"]
+
+
+def _model_export(role: str, spec: DecoderSpec, checkpoint: Checkpoint, options: ExportOptions) -> ModelExport:
+    if role == "target" and options.max_length > spec.max_positions:
+        raise OutriderError(
+            f"{checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
+        )
+    return ModelExport(
+        graph=f"{role}/model.onnx",
+        spec=spec,
+        checkpoint=checkpoint,
+        lowering=options.lowering,
+        precision=options.precision,
+        head_precision=options.head_precision or options.precision,
+        tiers=options.tiers,
+        # A draft of fewer positions serves as far as it reaches; behind that, decoding goes on plain.
+        max_length=min(options.max_length, spec.max_positions),
+    )
+
+
+def _check_disk(out: Path, jobs: dict[str, ModelExport]) -> None:
+    """Raises OutriderError where the disk has not the room; what an interrupted export left is room too."""
+    need = sum(job.planned_bytes() for job in jobs.values() if job.whole is None)
+    free = shutil.disk_usage(out.absolute().parent).free + left_bytes(out)
+    if need > free:
+        raise OutriderError(
+            f"{out} needs {need / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free; free some or choose another "
+            "--out"
+        )
 
 
 @dataclass
@@ -139,84 +180,9 @@ class _Steps:
     total: int
     done: int = 0
 
-    def step(self, stage: str) -> None:
+    def step(self, role: str, stage: str) -> None:
         self.done += 1
-        self.progress(stage, self.done, self.total)
-
-
-@dataclass(frozen=True)
-class _ModelJob:
-    role: str
-    spec: DecoderSpec
-    checkpoint: Checkpoint
-    options: ExportOptions
-    threads: int | None
-    steps: _Steps
-
-    def run(self, work: Path, tokenizer: TokenizerFiles) -> ModelInfo:
-        info = self._write(work)
-        ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
-        # Before the engine is loaded, so that only one of the two needs memory.
-        expected = stored = reference_logits(self.spec, self.checkpoint, np.array(ids))
-        spec, rounded = as_stored(self.spec, self.checkpoint, info.lowering, info.precision, info.head_precision)
-        if rounded is not self.checkpoint:
-            stored = reference_logits(spec, rounded, np.array(ids))
-        runs_here = info.cache_dtype != "bfloat16"
-        open_engine = OrtEngine if runs_here else widened_engine
-        engine = open_engine(work / info.graph, info, threads=self.threads)
-        check = check_engine(engine, ids, expected, stored, self.options.precision, self.checkpoint.path)
-        self.steps.step(f"{self.role}: compared with the checkpoint")
-        if not runs_here:
-            self.steps.step(f"{self.role}: no row probe")
-            return replace(info, check=check, exactness="unprobed")
-        probe = probe_rows(engine, self.options.tiers)
-        self.steps.step(f"{self.role}: row probe")
-        return replace(info, check=check, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
-
-    def _write(self, work: Path) -> ModelInfo:
-        options, spec = self.options, self.spec
-        if self.role == "target" and options.max_length > spec.max_positions:
-            raise OutriderError(
-                f"{self.checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
-            )
-        # A draft of fewer positions serves as far as it reaches; behind that, decoding goes on plain.
-        capacity = cache_capacity(min(options.max_length, spec.max_positions))
-        (work / self.role).mkdir()
-        with (work / self.role / WEIGHTS).open("wb") as weights:
-            model = build_decoder(
-                spec,
-                self.checkpoint,
-                weights,
-                lowering=options.lowering,
-                precision=options.precision,
-                head_precision=options.head_precision,
-                capacity=capacity,
-                progress=lambda part: self.steps.step(f"{self.role}: {part}"),
-            )
-        save_model(model, work / self.role / "model.onnx")
-        save_model(with_heads(model, noise_slots(options.tiers)), work / self.role / RESIDENT)
-        return ModelInfo(
-            graph=f"{self.role}/model.onnx",
-            architecture=spec.architecture,
-            lowering=options.lowering,
-            precision=options.precision,
-            head_precision=options.head_precision or options.precision,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            vocab_size=spec.vocab_size,
-            capacity=capacity,
-            cache_dtype=float_type(options.lowering, options.precision),
-            min_rows=1,
-            exactness="tolerance",
-            device="",
-            check={},
-        )
-
-
-def cache_capacity(max_length: int) -> int:
-    """Cache positions: the longest sequence, and room behind it for the padding of the widest pass."""
-    return -(-(max_length + PREFILL_CHUNK) // 8) * 8
+        self.progress(f"{role}: {stage}", self.done, self.total)
 
 
 def _cut(spec: DecoderSpec, vocab: dict[str, int], source: str) -> DecoderSpec:

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from outrider.engines.bundle import WEIGHTS
+from outrider.export.weights import Place, Weights
 
 CONTRIB = "com.microsoft"
-# ONNX Runtime maps external tensors: an offset that is a multiple of the page size needs no copy.
-_ALIGNMENT = 4096
 
 
 class GraphBuilder:
-    """Collects nodes and writes initializers to ``weights`` as they come.
+    """Collects nodes and puts large initializers into ``weights`` as they come.
 
     Args:
-        weights: the open file that becomes ``weights.bin`` beside the graph.
+        weights: becomes, or is, ``weights.bin`` beside the graph.
         float_dtype: the dtype of activations and caches.
     """
 
-    def __init__(self, weights: BinaryIO, float_dtype: np.dtype[Any]) -> None:
+    def __init__(self, weights: Weights, float_dtype: np.dtype[Any]) -> None:
         self.float_dtype = float_dtype
         self._weights = weights
         self._nodes: list[onnx.NodeProto] = []
@@ -62,16 +60,9 @@ class GraphBuilder:
         return name
 
     def weight(self, name: str, dtype: Any, shape: Sequence[int], slabs: Iterable[NDArray[Any]]) -> str:
-        """A large constant, appended to the weights file slab by slab along the first axis; int4 comes packed."""
-        self._pad()
-        offset = self._weights.tell()
-        packed = np.dtype(dtype) == ml_dtypes.int4
-        for slab in slabs:
-            self._weights.write(np.ascontiguousarray(slab, dtype=np.uint8 if packed else dtype).view(np.uint8).data)
-        size = int(np.prod(shape, dtype=np.int64))
-        written, needed = self._weights.tell() - offset, size // 2 if packed else size * np.dtype(dtype).itemsize
-        assert written == needed, f"{name}: {written} bytes written, {needed} needed"
-        self._initializers[name] = _external_tensor(name, dtype, shape, offset, written)
+        """A large constant in the weights file, given slab by slab along the first axis; int4 comes packed."""
+        place = self._weights.put(name, dtype, shape, slabs)
+        self._initializers[name] = _external_tensor(name, dtype, shape, place)
         return name
 
     def alias(self, name: str, weight: str, shape: Sequence[int]) -> str:
@@ -92,9 +83,6 @@ class GraphBuilder:
             opsets.append(helper.make_opsetid(CONTRIB, 1))
         return helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="outrider")
 
-    def _pad(self) -> None:
-        self._weights.write(bytes(-self._weights.tell() % _ALIGNMENT))
-
 
 def save_model(model: onnx.ModelProto, path: Path) -> None:
     path.write_bytes(model.SerializeToString())
@@ -104,9 +92,9 @@ def _value_info(name: str, dtype: Any, shape: Sequence[int | str]) -> onnx.Value
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 
-def _external_tensor(name: str, dtype: Any, shape: Sequence[int], offset: int, length: int) -> TensorProto:
+def _external_tensor(name: str, dtype: Any, shape: Sequence[int], place: Place) -> TensorProto:
     tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims=shape)
     tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", WEIGHTS), ("offset", str(offset)), ("length", str(length))):
+    for key, value in (("location", WEIGHTS), ("offset", str(place.offset)), ("length", str(place.length))):
         tensor.external_data.add(key=key, value=value)
     return tensor

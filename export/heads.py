@@ -18,13 +18,12 @@ correction or bonus token. A pass that wants its last row only is a draft step: 
 
 from __future__ import annotations
 
-from io import BytesIO
-
 import numpy as np
 import onnx
 
 from outrider.engines.engine import CHOICE_MARGIN
 from outrider.export.graph import GraphBuilder
+from outrider.export.weights import CountedWeights
 
 _LOWEST = float(np.finfo(np.float32).min)
 _FLOAT, _INT32, _INT64 = (
@@ -52,7 +51,7 @@ def with_heads(model: onnx.ModelProto, noise_slots: int) -> onnx.ModelProto:
 
 class _Heads:
     def __init__(self, vocab_size: int, noise_slots: int) -> None:
-        self.graph = GraphBuilder(BytesIO(), np.dtype(np.float32))
+        self.graph = GraphBuilder(CountedWeights(), np.dtype(np.float32))
         self.vocab_size = vocab_size
         self.noise_slots = noise_slots
         self.graph.constant("heads.one", [1], np.int64)

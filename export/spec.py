@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,7 @@ class DecoderSpec:
     final_norm: str
     head: str
     layer_names: dict[str, str]
+    layers: tuple[int, ...] = ()  # which of the checkpoint's, in this order; empty for all
     rotary_scale: float = 1.0
     local_inv_freq: NDArray[np.float64] | None = None
     windows: tuple[int, ...] = ()
@@ -119,6 +120,20 @@ class DecoderSpec:
         tables = {"rotary": self.inv_freq, "local_rotary": self.local_inv_freq}
         return {name: table for name, table in tables.items() if name in used and table is not None}
 
+    def number(self, layer: int) -> int:
+        """What the checkpoint counts a layer as."""
+        return self.layers[layer] if self.layers else layer
+
+    def of_layers(self, layers: tuple[int, ...]) -> DecoderSpec:
+        """The model of some of the layers, in the order given: the rest is left out between embedding and head."""
+        return replace(
+            self,
+            num_layers=len(layers),
+            layers=tuple(self.number(layer) for layer in layers),
+            windows=tuple(self.window(layer) for layer in layers) if self.windows else (),
+            unrotated=frozenset(index for index, layer in enumerate(layers) if layer in self.unrotated),
+        )
+
     def has(self, role: str) -> bool:
         return role in self.layer_names
 
@@ -128,7 +143,7 @@ class DecoderSpec:
         return ("gate", "up") if self.has("gate") or self.has("gate_up") else ("up",)
 
     def stem(self, role: str, layer: int) -> str:
-        return self.layer_names[role].format(layer)
+        return self.layer_names[role].format(self.number(layer))
 
     def stacked(self, *roles: str) -> tuple[str, ...]:
         """``roles``, or the one role of the tensor that holds all of them."""

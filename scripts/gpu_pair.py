@@ -15,13 +15,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.engines.bundle import (
-    RESIDENT,
     TOKENIZER,
-    WEIGHTS,
     Bundle,
     Manifest,
     ModelInfo,
-    new_bundle,
     write_manifest,
 )
 from outrider.engines.cuda import CudaDriver
@@ -34,11 +31,8 @@ from outrider.engines.tensorrt import LIBRARIES, BuildOptions, build_engine
 from outrider.engines.tensorrt.library import load_library
 from outrider.export.architectures import decoder_spec, llama
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
-from outrider.export.decoder import build_decoder
-from outrider.export.export import cache_capacity
-from outrider.export.graph import save_model
-from outrider.export.heads import with_heads
-from outrider.export.precision import float_type
+from outrider.export.folder import new_bundle
+from outrider.export.model import ModelExport
 from outrider.export.spec import DecoderSpec
 
 TIERS = (2, 4, 8)
@@ -174,30 +168,9 @@ def write_pair(out: Path, pair: Mapping[str, Model], lowering: str, precision: s
 
 
 def _write_model(work: Path, role: str, model: Model, lowering: str, precision: str, max_length: int) -> ModelInfo:
-    spec, folder = model.spec, work / role
-    folder.mkdir()
-    capacity = cache_capacity(max_length)
-    how = {"lowering": lowering, "precision": precision}
-    with (folder / WEIGHTS).open("wb") as weights:
-        graph = build_decoder(spec, model.checkpoint, weights, **how, capacity=capacity)
-    save_model(graph, folder / "model.onnx")
-    save_model(with_heads(graph, noise_slots(TIERS)), folder / RESIDENT)
-    return ModelInfo(
-        graph=f"{role}/model.onnx",
-        architecture=spec.architecture,
-        **how,
-        head_precision=precision,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        vocab_size=spec.vocab_size,
-        capacity=capacity,
-        cache_dtype=float_type(lowering, precision),
-        min_rows=1,
-        exactness="unprobed",
-        device="",
-        check={},
-    )
+    how = (lowering, precision, precision, TIERS, max_length)
+    job = ModelExport(f"{role}/model.onnx", model.spec, model.checkpoint, *how)
+    return job.write(work, lambda part: None)
 
 
 def format_of(provider: str) -> tuple[str, str]:

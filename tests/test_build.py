@@ -237,13 +237,13 @@ def test_a_full_disk_leaves_the_bundle_as_it_was(
 def test_a_graph_that_the_parser_refuses(bundle: Path) -> None:
     """The line names the node and its operator."""
     opened = Bundle(bundle)
-    graph = opened.path("target/resident.onnx")
+    graph = opened.path("target/model.resident.onnx")
     model = onnx.load(graph, load_external_data=False)
     node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
     node.op_type, node.name = "BlackmanWindow", "odd one"
     graph.write_bytes(model.SerializeToString())
     record = json.loads((bundle / "manifest.json").read_text())
-    record["files"]["target/resident.onnx"] = {"bytes": graph.stat().st_size, "sha256": sha256_of(graph)}
+    record["files"]["target/model.resident.onnx"] = {"bytes": graph.stat().st_size, "sha256": sha256_of(graph)}
     (bundle / "manifest.json").write_text(json.dumps(record))
     message = refused_by_cli("build", bundle, *RTX, "--arch", "sm89")
     assert "'odd one'" in message and "BlackmanWindow" in message and str(graph) in message

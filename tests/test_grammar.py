@@ -22,8 +22,9 @@ from refusals import refused, refused_by_cli
 from tokenizers import Tokenizer
 from vocabularies import codec_of, gguf_metadata, train_sentencepiece
 
-from outrider.engines.bundle import TOKENIZER, new_bundle, write_manifest
+from outrider.engines.bundle import TOKENIZER, write_manifest
 from outrider.export import ExportOptions, export_bundle
+from outrider.export.folder import new_bundle
 from outrider.export.gguf_tokenizer import tokenizer_from_metadata
 from outrider.runtime import GenerationResult, OutriderError, Pipeline, SamplingOptions
 from outrider.runtime.accept import RULES

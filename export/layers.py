@@ -1,0 +1,34 @@
+"""``layers:0-3,26-29``: a draft of some of the target's layers (self-speculative decoding, arXiv 2309.08168)."""
+
+from __future__ import annotations
+
+import re
+
+from outrider.engines.errors import OutriderError
+
+PREFIX = "layers:"
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def parse_layers(draft: str, num_layers: int) -> tuple[int, ...]:
+    """The layers that ``draft`` names, first 0.
+
+    Raises:
+        OutriderError: not a rising list of layers and ranges, not in the target, or all of it.
+    """
+    layers: list[int] = []
+    for part in draft.removeprefix(PREFIX).split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise OutriderError(f"--draft {draft}: {part!r} is not a layer or a range; write it as layers:0-3,26-29")
+        first = int(match[1])
+        layers += range(first, int(match[2] or first) + 1)
+        if int(match[2] or first) < first:
+            raise OutriderError(f"--draft {draft}: the range {part.strip()} runs backwards")
+    if layers != sorted(set(layers)):
+        raise OutriderError(f"--draft {draft}: layers must rise, each named once")
+    if layers[-1] >= num_layers:
+        raise OutriderError(f"--draft {draft}: the target has layers 0 to {num_layers - 1}")
+    if len(layers) == num_layers:
+        raise OutriderError(f"--draft {draft} is the whole target; leave some layers out")
+    return tuple(layers)

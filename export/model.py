@@ -1,0 +1,168 @@
+"""One model of a bundle: what it will take, its files, and the check that what was written is what was read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import onnx
+
+from outrider.engines.bundle import ModelInfo
+from outrider.engines.engine import PREFILL_CHUNK, noise_slots
+from outrider.engines.ort import OrtEngine
+from outrider.engines.probe import probe_rows
+from outrider.export.check import check_engine
+from outrider.export.checkpoint import Checkpoint
+from outrider.export.decoder import build_decoder
+from outrider.export.graph import save_model
+from outrider.export.heads import with_heads
+from outrider.export.precision import float_type
+from outrider.export.reference import reference_logits
+from outrider.export.spec import DecoderSpec
+from outrider.export.stored import as_stored
+from outrider.export.weights import CountedWeights, SharedWeights, WeightFile, Weights
+from outrider.export.widen import widened_engine
+
+Progress = Callable[[str], None]
+_CHECKED_SHARE = 0.3  # of the memory: engines may pack a second copy of their weights
+
+
+@dataclass(frozen=True)
+class ModelExport:
+    """A checkpoint's model as it is to be written.
+
+    ``graph`` is the path of its plain graph in the bundle, ``max_length`` the longest sequence that it serves in
+    tokens, ``tiers`` the values of K. With ``whole`` it is a part of the model of that graph, written before it in the
+    same folder, and has its weights.
+    """
+
+    graph: str
+    spec: DecoderSpec
+    checkpoint: Checkpoint
+    lowering: str
+    precision: str
+    head_precision: str
+    tiers: tuple[int, ...]
+    max_length: int
+    whole: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """How often ``write`` and ``check`` report progress."""
+        return self.spec.num_layers + 4
+
+    def planned_bytes(self) -> int:
+        """The size of the weights file. Raises what ``write`` would raise for sizes and formats that do not go."""
+        weights = CountedWeights()
+        self._decoder(weights)
+        return weights.end
+
+    def write(self, work: Path, progress: Progress) -> ModelInfo:
+        """Write graphs and weights."""
+        info = self._info()
+        if self.whole is not None:
+            weights = SharedWeights(onnx.load(work / self.whole, load_external_data=False))
+            model = self._decoder(weights, progress)
+        else:
+            (work / self.graph).parent.mkdir(exist_ok=True)
+            with WeightFile(work / info.weights) as file:
+
+                def written(part: str) -> None:
+                    file.mark()
+                    progress(part)
+
+                model = self._decoder(file, written)
+        save_model(model, work / info.graph)
+        save_model(with_heads(model, noise_slots(self.tiers)), work / info.resident_graph)
+        return info
+
+    def check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
+        """Compare the engine with the checkpoint over a text, and probe its rows.
+
+        Of a model too large for this machine's memory only the first layer and the last are checked, over the very
+        weights that were written; ``check["layers"]`` says how many were.
+
+        Raises:
+            OutriderError: another model, or rows that depend on each other.
+        """
+        size = (work / info.weights).stat().st_size
+        if size <= _CHECKED_SHARE * memory_bytes() or self.spec.num_layers < 3:
+            return self._check(work, info, ids, threads, progress)
+        ends = self.spec.of_layers((0, self.spec.num_layers - 1))
+        graph = PurePosixPath(self.graph).with_name("part.onnx").as_posix()
+        part = replace(self, graph=graph, spec=ends, whole=self.graph)
+        part_info = part.write(work, lambda _: None)
+        try:
+            checked = part._check(work, part_info, ids, threads, progress)
+        finally:
+            for name in (part_info.graph, part_info.resident_graph):
+                (work / name).unlink()
+        return replace(checked, graph=info.graph, num_layers=info.num_layers)
+
+    def _check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
+        spec = self.spec
+        # Before the engine is loaded, so that only one of the two needs memory.
+        expected = stored = reference_logits(spec, self.checkpoint, np.array(ids))
+        read_back, rounded = as_stored(spec, self.checkpoint, info.lowering, info.precision, info.head_precision)
+        if rounded is not self.checkpoint:
+            stored = reference_logits(read_back, rounded, np.array(ids))
+        runs_here = info.cache_dtype != "bfloat16"
+        open_engine = OrtEngine if runs_here else widened_engine
+        engine = open_engine(work / info.graph, info, threads=threads)
+        check = check_engine(engine, ids, expected, stored, self.precision, self.checkpoint.path)
+        info = replace(info, check=check | {"layers": float(spec.num_layers)})
+        progress("compared with the checkpoint")
+        if not runs_here:
+            progress("no row probe")
+            return replace(info, exactness="unprobed")
+        probe = probe_rows(engine, self.tiers)
+        progress("row probe")
+        return replace(info, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
+
+    def _decoder(self, weights: Weights, progress: Progress = lambda part: None) -> onnx.ModelProto:
+        return build_decoder(
+            self.spec,
+            self.checkpoint,
+            weights,
+            lowering=self.lowering,
+            precision=self.precision,
+            head_precision=self.head_precision,
+            capacity=cache_capacity(self.max_length),
+            progress=progress,
+        )
+
+    def _info(self) -> ModelInfo:
+        """Of a model that is not checked yet."""
+        return ModelInfo(
+            graph=self.graph,
+            architecture=self.spec.architecture,
+            lowering=self.lowering,
+            precision=self.precision,
+            head_precision=self.head_precision,
+            num_layers=self.spec.num_layers,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            vocab_size=self.spec.vocab_size,
+            capacity=cache_capacity(self.max_length),
+            cache_dtype=float_type(self.lowering, self.precision),
+            min_rows=1,
+            exactness="unprobed",
+            device="",
+            check={},
+        )
+
+
+def cache_capacity(max_length: int) -> int:
+    """Cache positions: the longest sequence, and room behind it for the padding of the widest pass."""
+    return -(-(max_length + PREFILL_CHUNK) // 8) * 8
+
+
+def memory_bytes() -> int:
+    """The machine's memory, or what a container may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return total if allowed == "max" else min(total, int(allowed))
