@@ -38,6 +38,10 @@ class Checkpoint(Protocol):
         """The tensor's shape, or None when the checkpoint has no such tensor."""
         ...
 
+    def unread(self, names: set[str]) -> list[str]:
+        """Tensors that are in the files and not among ``names``."""
+        ...
+
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows ``start`` to ``stop`` of the first axis, as float32 (exact for fp16 and bf16, dequantized for GGUF)."""
         ...
@@ -51,13 +55,22 @@ def read_rows(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[NDArray[
     assert shape is not None, name
     step = max(1, _SLAB_BYTES // (4 * int(np.prod(shape[1:], dtype=np.int64))))
     for start in range(0, rows, step):
-        yield checkpoint.read(name, start, min(rows, start + step))
+        yield _finite(checkpoint, name, checkpoint.read(name, start, min(rows, start + step)))
 
 
 def read_all(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
     shape = checkpoint.shape(name)
     assert shape is not None, name
-    return checkpoint.read(name, 0, shape[0])
+    return _finite(checkpoint, name, checkpoint.read(name, 0, shape[0]))
+
+
+def _finite(checkpoint: Checkpoint, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not (np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0))):
+        raise OutriderError(
+            f"{checkpoint.path}: tensor {name} holds values that are not finite (NaN or Inf); its training went wrong, "
+            "or its download"
+        )
+    return values
 
 
 def open_checkpoint(source: str) -> Checkpoint:

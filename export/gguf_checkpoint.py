@@ -67,6 +67,9 @@ class GGUFCheckpoint:
         tensor = self._tensors.get(self._gguf_name(name))
         return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
 
+    def unread(self, names: set[str]) -> list[str]:
+        return sorted(self._tensors.keys() - {self._gguf_name(name) for name in names} - {_ROPE_FACTORS})
+
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         tensor = self._tensors[self._gguf_name(name)]
         heads = self._rotary_heads(name)

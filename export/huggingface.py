@@ -38,6 +38,9 @@ class HuggingFaceCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
+    def unread(self, names: set[str]) -> list[str]:
+        return sorted(self._shapes.keys() - names)
+
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         with _open(self._file_of[name]) as file:
             rows = file.get_slice(name)[start:stop]
@@ -107,6 +110,11 @@ class HuggingFaceCheckpoint:
                 for name in file.keys():  # noqa: SIM118
                     if name.endswith(_BUFFERS):
                         continue
+                    if name in shapes:
+                        raise OutriderError(
+                            f"{path} has a tensor {name}, and so has another file; one of the files is not of this "
+                            "checkpoint: remove it, or download all again"
+                        )
                     entry = file.get_slice(name)
                     shapes[name] = tuple(entry.get_shape())
                     if entry.get_dtype() not in _DTYPES:

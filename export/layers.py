@@ -21,14 +21,14 @@ def parse_layers(draft: str, num_layers: int) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part.strip())
         if match is None:
             raise OutriderError(f"--draft {draft}: {part!r} is not a layer or a range; write it as layers:0-3,26-29")
-        first = int(match[1])
-        layers += range(first, int(match[2] or first) + 1)
-        if int(match[2] or first) < first:
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
             raise OutriderError(f"--draft {draft}: the range {part.strip()} runs backwards")
+        if last >= num_layers:
+            raise OutriderError(f"--draft {draft}: the target has layers 0 to {num_layers - 1}")
+        layers += range(first, last + 1)
     if layers != sorted(set(layers)):
         raise OutriderError(f"--draft {draft}: layers must rise, each named once")
-    if layers[-1] >= num_layers:
-        raise OutriderError(f"--draft {draft}: the target has layers 0 to {num_layers - 1}")
     if len(layers) == num_layers:
         raise OutriderError(f"--draft {draft} is the whole target; leave some layers out")
     return tuple(layers)

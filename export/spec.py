@@ -11,11 +11,6 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Checkpoint
 
-# Tensors that would make another model if they were not read.
-_TELLING = (
-    *(f"self_attn.{part}_norm" for part in ("q", "k")),
-    *(f"{place}_feedforward_layernorm" for place in ("pre", "post")),
-)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -202,12 +197,4 @@ def check_shapes(spec: DecoderSpec, checkpoint: Checkpoint) -> None:
         if shape != expected:
             raise OutriderError(
                 f"{checkpoint.path}: tensor {name} has shape {list(shape)}, its config asks for {list(expected)}"
-            )
-    stems = {spec.stem(role, 0) for role in spec.layer_names}
-    layer = spec.stem("o", 0).partition(".0.")[0] + ".0."
-    for name in _TELLING:
-        if layer + name not in stems and checkpoint.shape(f"{layer}{name}.weight") is not None:
-            raise OutriderError(
-                f"{checkpoint.path} has a tensor {layer}{name}.weight, which no {spec.architecture} model has; its "
-                "model_type is not what it says"
             )

@@ -33,6 +33,9 @@ class StoredCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._checkpoint.shape(name)
 
+    def unread(self, names: set[str]) -> list[str]:
+        return self._checkpoint.unread(names)
+
     def tokenizer(self) -> TokenizerFiles:
         return self._checkpoint.tokenizer()
 

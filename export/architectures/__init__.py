@@ -18,6 +18,7 @@ from outrider.export.architectures import (
 )
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.gguf_checkpoint import GGUFCheckpoint
+from outrider.export.guards import ReadConfig, check_kind, check_settings, check_tensors
 from outrider.export.spec import DecoderSpec, check_shapes
 
 _FAMILIES = {
@@ -48,16 +49,13 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
         OutriderError: an architecture or a setting that is not implemented, or a tensor missing or misshapen.
     """
     family = str(checkpoint.config.get("model_type"))
-    if family not in _FAMILIES:
-        raise OutriderError(
-            f"{checkpoint.path}: architecture {family!r} is not supported; supported are {', '.join(_FAMILIES)}"
-        )
-    if family not in _GGUF_FAMILIES and isinstance(checkpoint, GGUFCheckpoint):
-        raise OutriderError(
-            f"{checkpoint.path}: GGUF files of {family!r} are not read yet; use the safetensors checkpoint"
-        )
+    config = ReadConfig(checkpoint.config)
     try:
-        spec = _FAMILIES[family](checkpoint.config)
+        check_kind(config, family, tuple(_FAMILIES))
+        if family not in _GGUF_FAMILIES and isinstance(checkpoint, GGUFCheckpoint):
+            raise OutriderError(f"GGUF files of {family!r} are not read yet; use the safetensors checkpoint")
+        spec = _FAMILIES[family](config)
+        check_settings(config)
     except KeyError as error:
         raise OutriderError(f"{checkpoint.path}: its config has no {error.args[0]}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -65,4 +63,5 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
     except OutriderError as error:
         raise OutriderError(f"{checkpoint.path}: {error}") from None
     check_shapes(spec, checkpoint)
+    check_tensors(spec, checkpoint)
     return spec

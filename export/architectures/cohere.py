@@ -14,7 +14,7 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
         raise OutriderError("use_qk_norm is not implemented for this family: each head has a norm of its own")
     second = config["model_type"] == "cohere2"
     theta = 1e4 if second else 5e5
-    config = {"tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": theta, **config}
+    config = {"tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": theta} | config
     fields = base(config, norm_epsilon="layer_norm_eps")
     names = {role: name for role, name in fields["layer_names"].items() if role != "mlp_norm"}
     seen = windows(config, alternating(config, 4)) if second else ()

@@ -103,7 +103,7 @@ def alternating(config: dict[str, Any], every: int) -> list[str]:
 
 def qwen_windows(config: dict[str, Any]) -> tuple[int, ...]:
     """Of Qwen: off unless asked for, and then from some layer on."""
-    config = {"sliding_window": 4096, "max_window_layers": 28, **config}
+    config = {"sliding_window": 4096, "max_window_layers": 28} | config
     if not config.get("use_sliding_window"):
         return ()
     layers = range(config["num_hidden_layers"])

@@ -23,8 +23,14 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     if config.get("use_bidirectional_attention"):
         raise OutriderError("use_bidirectional_attention is not implemented: a decoder sees no later tokens")
     third = config["model_type"] != "gemma2"
-    defaults = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096}
-    config = {**defaults, "rope_theta": 1e6 if third else 1e4, "query_pre_attn_scalar": 256, **config}
+    defaults: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "rope_theta": 1e6 if third else 1e4,
+        "query_pre_attn_scalar": 256,
+    }
+    config = defaults | config
     fields = base(config, rotary="full_attention")
     fields["layer_names"] |= _NORMS
     if fields["rotary_scale"] != 1:

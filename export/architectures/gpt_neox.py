@@ -11,7 +11,7 @@ _LAYER = "gpt_neox.layers.{}."
 
 
 def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
-    config = {"hidden_act": "gelu", "partial_rotary_factor": config.get("rotary_pct", 0.25), **config}
+    config = {"hidden_act": "gelu", "partial_rotary_factor": config.get("rotary_pct", 0.25)} | config
     config |= {"head_dim": None, "num_key_value_heads": None, "rope_theta": config.get("rotary_emb_base", 10000)}
     fields = base(config, partly_rotated=True, norm_epsilon="layer_norm_eps")
     fields |= {

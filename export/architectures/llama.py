@@ -16,5 +16,5 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     if family == "qwen2":
         seen = qwen_windows(config)
     else:
-        seen = windows({"sliding_window": 4096 if family == "mistral" else None, **config})
+        seen = windows({"sliding_window": 4096 if family == "mistral" else None} | config)
     return DecoderSpec(**base(config), activation=activation(config), windows=seen)

@@ -9,7 +9,7 @@ from outrider.export.spec import DecoderSpec
 
 
 def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
-    config = {"tie_word_embeddings": True, "rope_theta": 2e6, **config}
+    config = {"tie_word_embeddings": True, "rope_theta": 2e6} | config
     rotated = config.get("no_rope_layers")  # 1 for layers that have positions, whatever the name says
     if not rotated:
         every = config.get("no_rope_layer_interval", 4)
