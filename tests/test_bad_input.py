@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import write_tiny
 from refusals import Change, cut, edit, refused, refused_by_cli, remove, write
@@ -48,7 +49,21 @@ def refused_export(source: Path, out: Path, draft: Path | None = None, **options
     return message
 
 
+def second_shard(folder: Path) -> None:
+    """All tensors once more in another file, which the index names for one of them."""
+    shutil.copy(folder / SHARD, folder / "model-00002.safetensors")
+    edit(INDEX, lambda index: index["weight_map"].update({Q0: "model-00002.safetensors"}))(folder)
+
+
+def fill(name: str, value: float) -> Change:
+    def change(content: dict[str, Any]) -> None:
+        content[name].reshape(-1)[-1] = value
+
+    return tensors(change)
+
+
 Q0 = "model.layers.0.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 CHECKPOINTS: dict[str, tuple[Change, list[str]]] = {
     "nothing there": (lambda folder: folder / "nowhere", ["{source}/nowhere does not exist", "hub id"]),
     "a name that is too long": (lambda folder: folder / ("x" * 300), ["File name too long"]),
@@ -93,6 +108,29 @@ CHECKPOINTS: dict[str, tuple[Change, list[str]]] = {
         tensors(lambda content: content.update({Q0: content[Q0][:48].copy()})),
         ["{source}", Q0, "[48, 64]", "[64, 64]"],
     ),
+    "tensor that no llama has": (
+        tensors(lambda content: content.update({Q0.replace("q_proj", "q_norm"): content[Q0][0].copy()})),
+        ["{source}", "layers.0.self_attn.q_norm.weight", "no llama model"],
+    ),
+    "more layers than the config says": (config(num_hidden_layers=1), ["{source}", "model.layers.1.", "no llama"]),
+    "a tied head that is none": (
+        tensors(lambda content: content.update({"lm_head.weight": 2 * content[EMBEDDING]})),
+        ["{source}", "lm_head.weight", "tie_word_embeddings"],
+    ),
+    "tensor not a number": (fill(Q0, float("nan")), ["{source}", Q0, "not finite"]),
+    "tensor infinite": (fill(EMBEDDING, float("-inf")), ["{source}", EMBEDDING, "not finite"]),
+    "norm not a number": (fill("model.norm.weight", float("nan")), ["{source}", "model.norm.weight", "not finite"]),
+    "tensor in two files": (second_shard, ["{source}/model-00002.safetensors", "and so has another file"]),
+    "vision part": (config(model_type="gemma3", vision_config={}), ["{source}", "'gemma3'", "vision_config"]),
+    "encoder": (config(model_type="t5", is_encoder_decoder=True), ["{source}", "'t5'", "encoder"]),
+    "code of its own": (config(model_type="own", auto_map={"AutoModel": "x.y"}), ["{source}", "'own'", "never run"]),
+    "recurrent": (config(model_type="mamba2", state_size=128), ["{source}", "state_size", "rolled back"]),
+    "recurrent layers": (
+        config(model_type="qwen3", layer_types=["linear_attention", "full_attention"]),
+        ["{source}", "linear_attention", "rolled back"],
+    ),
+    "a setting of another family": (config(logits_scaling=8.0), ["{source}", "logits_scaling 8.0"]),
+    "experts": (config(num_local_experts=8), ["{source}", "num_local_experts 8"]),
     "no tokenizer": (remove("tokenizer.json"), ["{source} has no tokenizer.json"]),
     "tokenizer no JSON": (write("tokenizer.json", "{"), ["{source}", "tokenizer.json"]),
     "tokenizer no text": (write("tokenizer.json", b"\xff\xff"), ["{source}/tokenizer.json"]),
@@ -110,6 +148,14 @@ def test_checkpoint(case: str, tiny: Path, tmp_path: Path) -> None:
     message = refused_export(change(source) or source, tmp_path / "exports" / "out")
     for word in words:
         assert word.format(source=source) in message, message
+
+
+def test_a_tied_head_that_is_a_copy(tiny: Path, tmp_path: Path) -> None:
+    """Some checkpoints hold the embedding twice, and tables that newer ones compute."""
+    source = shutil.copytree(tiny, tmp_path / "source")
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    tensors(lambda content: content.update({"lm_head.weight": content[EMBEDDING].copy()} | table))(source)
+    export_bundle(str(source), None, tmp_path / "out", ExportOptions(**SMALL), threads=2)
 
 
 @pytest.mark.parametrize("size", [10, 10_000, 3_000_000, -1_000_000])
