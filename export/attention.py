@@ -39,6 +39,10 @@ class Lowering(Protocol):
         """Compute what all layers share: rotary tables, positions, masks."""
         ...
 
+    def positions(self) -> str:
+        """int64 ``[B, R]``: the position of each row of the pass in its sequence."""
+        ...
+
     def norm(self, x: str, weights: NormWeights, name: str) -> str:
         """Root mean square (arXiv 1910.07467) or layer normalization (arXiv 1607.06450) over the last axis."""
         ...
@@ -106,6 +110,16 @@ class FusedLowering:
         graph.node("Expand", [rows, batch], "query_rows")
         return rows
 
+    def positions(self) -> str:
+        """Rows are counted by a sum over ones: shapes live on the host, and a captured graph must not copy."""
+        graph = self._graph
+        zeros = graph.node("Sub", ["input_ids", "input_ids"], "row.zeros")
+        ones = graph.node("Add", [zeros, graph.constant("row.one", 1)], "row.ones")
+        row = graph.node("CumSum", [ones, graph.constant("row.axis", 1)], "row", exclusive=1)
+        start = graph.node("Cast", ["cache_lengths"], "positions.length", to=_onnx_type(np.int64))
+        start = graph.node("Unsqueeze", [start, graph.constant("positions.axis", [1])], "positions.start")
+        return graph.node("Add", [start, row], "positions")
+
     def norm(self, x: str, weights: NormWeights, name: str) -> str:
         op = "SimplifiedLayerNormalization" if self._spec.norm == "rms" else "LayerNormalization"
         return self._graph.node(op, [x, *weights.inputs], name, axis=-1, epsilon=self._spec.norm_epsilon)
@@ -138,8 +152,8 @@ class FusedLowering:
         options: dict[str, Any] = {"softcap": self._spec.attention_softcap} if self._spec.attention_softcap else {}
         if window:
             options["local_window_size"] = window
-        if self._spec.attention_scale is not None:
-            options["scale"] = self._spec.attention_scale
+        if self._spec.attention_scale is not None or self._spec.scale_by_layer:
+            options["scale"] = self._spec.query_scale(layer)
         graph.nodes(
             "GroupQueryAttention",
             inputs,
@@ -188,6 +202,9 @@ class StandardLowering:
         sizes = np.array([self._spec.num_heads, self._spec.num_kv_heads, self._spec.num_kv_heads])
         graph.constant("qkv_sizes", sizes * self._spec.head_dim)
 
+    def positions(self) -> str:
+        return "positions"
+
     def norm(self, x: str, weights: NormWeights, name: str) -> str:
         op = "RMSNormalization" if self._spec.norm == "rms" else "LayerNormalization"
         return self._graph.node(op, [x, *weights.inputs], name, axis=-1, epsilon=self._spec.norm_epsilon)
@@ -215,7 +232,7 @@ class StandardLowering:
         window = self._spec.window(layer)
         mask = f"mask.{window}" if window else "mask"
         options: dict[str, Any] = {"softcap": self._spec.attention_softcap} if self._spec.attention_softcap else {}
-        scale = float(self._spec.query_scale)
+        scale = float(self._spec.query_scale(layer))
         heads = graph.node("Attention", [query, *caches, mask], f"{name}.heads", scale=scale, **options)
         merged = graph.node("Transpose", [heads], f"{name}.transposed", perm=[0, 2, 1, 3])
         return graph.node("Reshape", [merged, "merged_heads"], name)

@@ -125,6 +125,8 @@ class _Decoder:
         lower.begin()
         embedding = self._embedding()
         residual = self._scaled(embedding.gather("input_ids", "embedded"), spec.embedding_scale)
+        if spec.position_table:
+            residual = graph.node("Add", [residual, self._learned_positions(spec.position_table)], "positioned")
         self.progress("embedding")
         x = self._norm(residual, "attention_norm", 0)
         for layer in range(spec.num_layers):
@@ -286,6 +288,22 @@ class _Decoder:
     def _embedding(self) -> Table:
         how = (self.lowering.name, self.head_precision)
         return store_table(self.graph, *self._vocab_matrix(self.spec.embedding), *how)
+
+    def _learned_positions(self, stem: str) -> str:
+        """Rows of the table for the rows of the pass.
+
+        The table has a row for each position that the cache has: zeros stand where the padding of a pass may reach
+        behind the last position, as its rows are read by nobody.
+        """
+        graph, spec = self.graph, self.spec
+        known = min(self.capacity, spec.max_positions)
+
+        def slabs() -> Iterator[NDArray[np.float32]]:
+            yield self.checkpoint.read(f"{stem}.weight", spec.first_position, spec.first_position + known)
+            yield np.zeros((self.capacity - known, spec.hidden_size), np.float32)
+
+        weight = graph.weight(f"{stem}.weight", graph.float_dtype, (self.capacity, spec.hidden_size), slabs())
+        return graph.node("Gather", [weight, self.lowering.positions()], "position_rows", axis=0)
 
     def _head(self) -> Matrix:
         how = (self.lowering.name, self.head_precision)

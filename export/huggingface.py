@@ -14,7 +14,10 @@ from outrider.export.checkpoint import TokenizerFiles
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_BUFFERS = (".attention.bias", ".attention.masked_bias")  # causal masks that old files hold, whatever their type
+# Causal masks that old files hold, whatever their type.
+_BUFFERS = tuple(f".{module}.{name}" for module in ("attention", "attn") for name in ("bias", "masked_bias"))
+# Of the families that store these ``[inputs, outputs]``, and are read as all others.
+_TRANSPOSED = {"gpt2": tuple(f".{name}.weight" for name in ("c_attn", "c_fc", "c_proj"))}
 _DTYPES = ("F32", "F16", "BF16")
 _TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -36,15 +39,26 @@ class HuggingFaceCheckpoint:
         self._shapes = self._read_shapes()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._shapes.get(name)
+        shape = self._shapes.get(self._stored_name(name))
+        return shape[::-1] if shape and self._transposed(name) else shape
 
     def unread(self, names: set[str]) -> list[str]:
-        return sorted(self._shapes.keys() - names)
+        return sorted(self._shapes.keys() - {self._stored_name(name) for name in names})
 
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        with _open(self._file_of[name]) as file:
-            rows = file.get_slice(name)[start:stop]
+        stored = self._stored_name(name)
+        with _open(self._file_of[stored]) as file:
+            tensor = file.get_slice(stored)
+            # Of columns, too, only what is asked for comes into memory.
+            rows = tensor[:, start:stop].T if self._transposed(name) else tensor[start:stop]
         return np.ascontiguousarray(rows, dtype=np.float32)
+
+    def _stored_name(self, name: str) -> str:
+        """Files that were saved without the language model's head lack the first part of their tensors' names."""
+        return name if name in self._shapes else name.partition(".")[2]
+
+    def _transposed(self, name: str) -> bool:
+        return name.endswith(_TRANSPOSED.get(str(self.config.get("model_type")), ()))
 
     def tokenizer(self) -> TokenizerFiles:
         path = self.path / "tokenizer.json"

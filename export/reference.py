@@ -21,6 +21,9 @@ def reference_logits(spec: DecoderSpec, checkpoint: Checkpoint, ids: NDArray[np.
     embedding = f"{spec.embedding}.weight"
     x = np.concatenate([checkpoint.read(embedding, int(token), int(token) + 1) for token in ids])
     x = x * np.float32(spec.embedding_scale)
+    if spec.position_table:
+        first = spec.first_position
+        x = x + checkpoint.read(f"{spec.position_table}.weight", first, first + len(ids))
     for layer in range(spec.num_layers):
         before = x
         for kind, block in (("attention", _attention), ("mlp", _mlp)):
@@ -82,7 +85,7 @@ def _attention(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) 
         query, key = (_rotate(y, spec.rotations[rotation], spec.rotary_scale) for y in (query, key))
     group = spec.num_heads // spec.num_kv_heads
     key, value = key.repeat(group, axis=0), value.repeat(group, axis=0)
-    scores = _softcap(query @ key.swapaxes(1, 2) * np.float32(spec.query_scale), spec.attention_softcap)
+    scores = _softcap(query @ key.swapaxes(1, 2) * np.float32(spec.query_scale(layer)), spec.attention_softcap)
     seen = np.tri(rows, dtype=bool)
     if spec.window(layer):
         seen &= ~np.tri(rows, k=-spec.window(layer), dtype=bool)

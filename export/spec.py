@@ -16,13 +16,14 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder with rotary positions and grouped-query attention.
+    """A decoder with rotary or learned positions and grouped-query attention.
 
     ``inv_freq`` is float64 ``[n]``, the rotation of each of the first n pairs of a head per position, scaling included
     (radians), and ``rotary_scale`` what cos and sin are multiplied by; ``local_inv_freq`` is that of layers with a
     window, where it is another. ``windows`` has for each layer
     how many positions it sees, its own included, 0 for all, and is empty where all see all; ``unrotated`` are layers
-    without positions.
+    without positions. With ``position_table`` no layer rotates: what is added to the embedding of position p is row
+    ``first_position`` + p of that tensor, which has ``max_positions`` of them.
 
     ``layer_names`` gives for each role the tensor name without ``.weight`` / ``.bias``, with ``{}`` for the layer.
     Norms that have no name are not there; ``qkv`` and ``gate_up`` are projections in one tensor, stacked in that order.
@@ -53,6 +54,8 @@ class DecoderSpec:
     local_inv_freq: NDArray[np.float64] | None = None
     windows: tuple[int, ...] = ()
     unrotated: frozenset[int] = frozenset()
+    position_table: str | None = None
+    first_position: int = 0
     wide_qk_norm: bool = False
     interleaved: bool = False  # a head's pairs lie side by side in the tensors, not half a head apart
     qkv_by_head: bool = False  # rows of ``qkv`` are those of head 0, q, k and v, then those of head 1, ...
@@ -61,6 +64,7 @@ class DecoderSpec:
     parallel: bool = False
     activation: str = "silu"
     attention_scale: float | None = None  # of query times key; 1 / sqrt(head_dim) by default
+    scale_by_layer: bool = False  # divides it by the layer's number, counted from 1
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
@@ -94,9 +98,9 @@ class DecoderSpec:
     def tied(self) -> bool:
         return self.head == self.embedding
 
-    @property
-    def query_scale(self) -> float:
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+    def query_scale(self, layer: int) -> float:
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale / (self.number(layer) + 1) if self.scale_by_layer else scale
 
     def window(self, layer: int) -> int:
         """Positions that a layer sees, its own included; 0 for all."""
@@ -104,7 +108,7 @@ class DecoderSpec:
 
     def rotation(self, layer: int) -> str | None:
         """Which rotary table a layer uses: ``rotary`` or ``local_rotary``; None for no positions."""
-        if layer in self.unrotated:
+        if layer in self.unrotated or self.position_table:
             return None
         return "local_rotary" if self.local_inv_freq is not None and self.window(layer) else "rotary"
 
@@ -179,6 +183,8 @@ class DecoderSpec:
     def expected_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every tensor that must be there, with its shape."""
         yield f"{self.embedding}.weight", (self.vocab_size, self.hidden_size)
+        if self.position_table:
+            yield f"{self.position_table}.weight", (self.first_position + self.max_positions, self.hidden_size)
         for layer in range(self.num_layers):
             for role in self.layer_names:
                 shape = (self.norm_size(role),) if role.endswith("norm") else self.linear_shape(role)

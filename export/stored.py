@@ -60,6 +60,8 @@ def as_stored(
     if {precision, head_precision} <= {"fp32", "fp16"}:
         return spec, checkpoint
     others = dict.fromkeys((spec.embedding, spec.head), head_precision)
+    if spec.position_table:  # added in the dtype of the activations
+        others[spec.position_table] = "bf16" if precision == "bf16" else "fp32"
     if embeds_apart(lowering, head_precision):
         spec = replace(spec, embedding=_APART + spec.embedding)
     return spec, StoredCheckpoint(checkpoint, precision, others)

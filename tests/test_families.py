@@ -13,10 +13,13 @@ import pytest
 from checkpoints import tiny_tokenizer
 from numpy.typing import NDArray
 from refusals import refused
+from safetensors.numpy import load_file, save_file
 from test_parity import engine_logits, transformers_logits
 
 from outrider.engines.bundle import Bundle
+from outrider.engines.engine import PREFILL_CHUNK
 from outrider.engines.errors import OutriderError
+from outrider.engines.ort import OrtEngine
 from outrider.engines.tensorrt import BuildOptions, build_engine
 from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import _FAMILIES, decoder_spec
@@ -93,6 +96,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
     },
     "starcoder2": {"model_type": "starcoder2", **WINDOWS},
+    "gpt2": {
+        "model_type": "gpt2",
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
 }
 
 
@@ -167,6 +176,47 @@ def test_fp32_equals_transformers(
     assert Bundle(out).manifest.target.exactness == "bitwise"
 
 
+@pytest.mark.parametrize("lowering", ["fused", "standard"])
+def test_learned_positions_up_to_the_last(workdir: Path, lowering: str) -> None:
+    """Also in the widest pass, whose padding reaches far behind the table of the checkpoint."""
+    folder, out = family("gpt2", workdir), workdir / f"family-gpt2-{lowering}-fp32"
+    positions = json.loads((folder / "config.json").read_text())["n_positions"]
+    ids = np.random.default_rng(7).integers(1, 320, positions)
+    engine_logits(folder, out, lowering, "fp32", ids[:30])
+    info = Bundle(out).manifest.target
+    engine = OrtEngine(Bundle(out).path("target/model.onnx"), info, threads=2)
+    padded = np.concatenate([ids, np.zeros(PREFILL_CHUNK - 1, np.int64)])
+    expected = transformers_logits(folder, ids)
+    for start in (0, positions - 1):
+        found = engine.plan(PREFILL_CHUNK, PREFILL_CHUNK).run(
+            padded[None, start : start + PREFILL_CHUNK], np.full(1, start, np.int32)
+        )
+        assert np.abs(found[0, : positions - start] - expected[start:]).max() < 1e-3
+    longer = ExportOptions("fp32", lowering, (2, 4), positions + 1)
+    message = refused(lambda: export_bundle(str(folder), None, out.with_name("longer"), longer))
+    assert f"{positions} positions" in message
+
+
+def test_a_draft_of_some_layers_scales_as_they_did(workdir: Path) -> None:
+    spec = decoder_spec(open_checkpoint(str(family("gpt2", workdir))))
+    assert spec.of_layers((1,)).query_scale(0) == spec.query_scale(1) == spec.query_scale(0) / 2
+
+
+def test_names_and_layouts_of_gpt2_files(workdir: Path, tmp_path: Path, ids: NDArray[np.int64]) -> None:
+    """Older files lack the prefix and hold masks; matrices, stored turned, are read in slabs like any other."""
+    folder = Path(shutil.copytree(family("gpt2", workdir), tmp_path / "gpt2"))
+    tensors = load_file(folder / "model.safetensors")
+    older = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    mask = {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.uint8), "h.0.attn.masked_bias": np.array(-1e4, np.float32)}
+    save_file(older | mask, folder / "model.safetensors", {"format": "pt"})
+    opened, name = open_checkpoint(str(folder)), "transformer.h.1.mlp.c_fc.weight"
+    assert opened.shape(name) == (256, 64) and tensors[name].shape == (64, 256)
+    for start, stop in ((0, 256), (1, 2), (5, 200)):
+        np.testing.assert_array_equal(opened.read(name, start, stop), tensors[name].T[start:stop])
+    found = reference_logits(decoder_spec(opened), opened, ids)
+    assert np.abs(found - transformers_logits(folder, ids)).max() < 1e-3
+
+
 SMALLER = [
     (lowering, name) for lowering, names in PRECISIONS_OF.items() for name in names if name not in ("fp32", "bf16")
 ]
@@ -193,7 +243,7 @@ def test_smaller_precisions_stay_close(
 DEFAULTED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3", "starcoder2")
 
 
-@pytest.mark.parametrize("kind", [*DEFAULTED, "stablelm", "gpt_neox", "cohere", "cohere2", "llama"])
+@pytest.mark.parametrize("kind", [*DEFAULTED, "stablelm", "gpt_neox", "cohere", "cohere2", "llama", "gpt2"])
 def test_what_a_config_leaves_out(kind: str, tmp_path: Path) -> None:
     """Keys at transformers' own defaults are not in config.json: the same model as when all of them are written out."""
     from transformers import AutoConfig
@@ -240,6 +290,7 @@ def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> N
         ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, ["rope scaling 'longrope'"]),
         ("granite", {"logits_scaling": 0}, ["wrong kind"]),
         ("granite", {"residual_multiplier": "1"}, ["residual_scale is '1'"]),
+        ("gpt2", {"add_cross_attention": True}, ["add_cross_attention"]),
         ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 0.375}}, ["12 pairs", "fused", "standard"]),
     ],
 )
@@ -294,6 +345,10 @@ EDITS: list[tuple[str, dict[str, Any]]] = [
     ("stablelm", {"rope_parameters": GONE, "partial_rotary_factor": GONE}),
     ("starcoder2", {"hidden_act": GONE}),
     ("cohere2", {"logit_scale": GONE}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": True}),
+    ("gpt2", {"scale_attn_weights": False}),
+    ("gpt2", {"num_attention_heads": 2}),  # its own key is there, too
+    ("gpt2", {"activation_function": GONE, "n_inner": GONE, "layer_norm_epsilon": GONE, "tie_word_embeddings": GONE}),
 ]
 
 

@@ -6,6 +6,7 @@ from outrider.engines.errors import OutriderError
 from outrider.export.architectures import (
     cohere,
     gemma,
+    gpt2,
     gpt_neox,
     granite,
     llama,
@@ -31,6 +32,7 @@ _FAMILIES = {
     "gemma2": gemma.decoder_spec,
     "gemma3_text": gemma.decoder_spec,
     "phi3": phi3.decoder_spec,
+    "gpt2": gpt2.decoder_spec,
     "gpt_neox": gpt_neox.decoder_spec,
     "granite": granite.decoder_spec,
     "olmo2": olmo2.decoder_spec,

@@ -72,6 +72,15 @@ def base(
     }
 
 
+def renamed(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
+    """``config`` with values under Llama's keys as well; where both are there, Llama's count, as in transformers.
+
+    Args:
+        keys: from Llama's key to the family's own.
+    """
+    return {ours: config[theirs] for ours, theirs in keys.items() if theirs in config} | config
+
+
 def activation(config: dict[str, Any]) -> str:
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if name not in _ACTIVATIONS:
