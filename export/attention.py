@@ -137,6 +137,8 @@ class FusedLowering:
     def activation(self, x: str, kind: str, name: str) -> str:
         if kind == "silu":
             return self._graph.node("QuickGelu", [x], name, domain=CONTRIB, alpha=1.0)
+        if kind == "relu":
+            return self._graph.node("Relu", [x], name)
         return self._graph.node("FastGelu" if kind == "gelu_tanh" else "Gelu", [x], name, domain=CONTRIB)
 
     def attention(self, qkv: str, layer: int, name: str) -> str:
@@ -216,6 +218,8 @@ class StandardLowering:
     def activation(self, x: str, kind: str, name: str) -> str:
         if kind == "silu":
             return self._graph.node("Mul", [x, self._graph.node("Sigmoid", [x], f"{name}.sigmoid")], name)
+        if kind == "relu":
+            return self._graph.node("Relu", [x], name)
         return self._graph.node("Gelu", [x], name, approximate="tanh" if kind == "gelu_tanh" else "none")
 
     def attention(self, qkv: str, layer: int, name: str) -> str:

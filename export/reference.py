@@ -114,6 +114,8 @@ def _mlp(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) -> Arr
 def _activated(spec: DecoderSpec, x: Array) -> Array:
     if spec.activation == "silu":
         return np.asarray(x / (1 + np.exp(-x)))
+    if spec.activation == "relu":
+        return np.maximum(x, np.float32(0))
     if spec.activation == "gelu_tanh":
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
         return np.asarray(0.5 * x * (1 + np.tanh(inner)), np.float32)

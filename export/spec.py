@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Checkpoint
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 @dataclass(frozen=True)

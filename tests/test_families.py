@@ -102,6 +102,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
         "scale_attn_by_inverse_layer_idx": True,
     },
+    "opt": {"model_type": "opt", "num_hidden_layers": 2, "ffn_dim": 96, "max_position_embeddings": 64},
 }
 
 
@@ -177,10 +178,11 @@ def test_fp32_equals_transformers(
 
 
 @pytest.mark.parametrize("lowering", ["fused", "standard"])
-def test_learned_positions_up_to_the_last(workdir: Path, lowering: str) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_learned_positions_up_to_the_last(workdir: Path, name: str, lowering: str) -> None:
     """Also in the widest pass, whose padding reaches far behind the table of the checkpoint."""
-    folder, out = family("gpt2", workdir), workdir / f"family-gpt2-{lowering}-fp32"
-    positions = json.loads((folder / "config.json").read_text())["n_positions"]
+    folder, out = family(name, workdir), workdir / f"family-{name}-{lowering}-fp32"
+    positions = FAMILIES[name]["max_position_embeddings"]
     ids = np.random.default_rng(7).integers(1, 320, positions)
     engine_logits(folder, out, lowering, "fp32", ids[:30])
     info = Bundle(out).manifest.target
@@ -243,7 +245,7 @@ def test_smaller_precisions_stay_close(
 DEFAULTED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3", "starcoder2")
 
 
-@pytest.mark.parametrize("kind", [*DEFAULTED, "stablelm", "gpt_neox", "cohere", "cohere2", "llama", "gpt2"])
+@pytest.mark.parametrize("kind", [*DEFAULTED, "stablelm", "gpt_neox", "cohere", "cohere2", "llama", "gpt2", "opt"])
 def test_what_a_config_leaves_out(kind: str, tmp_path: Path) -> None:
     """Keys at transformers' own defaults are not in config.json: the same model as when all of them are written out."""
     from transformers import AutoConfig
@@ -284,13 +286,15 @@ def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> N
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("qwen3", {"hidden_act": "relu"}, ["activation 'relu'", "silu"]),
+        ("qwen3", {"hidden_act": "tanh"}, ["activation 'tanh'", "silu"]),
         ("mistral-window", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
         ("gemma2", {"layer_types": ["full_attention"]}, ["3 layers", "windows for 1"]),
         ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, ["rope scaling 'longrope'"]),
         ("granite", {"logits_scaling": 0}, ["wrong kind"]),
         ("granite", {"residual_multiplier": "1"}, ["residual_scale is '1'"]),
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention"]),
+        ("opt", {"do_layer_norm_before": False}, ["do_layer_norm_before False"]),
+        ("opt", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim 32"]),
         ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 0.375}}, ["12 pairs", "fused", "standard"]),
     ],
 )
@@ -349,6 +353,8 @@ EDITS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"scale_attn_weights": False}),
     ("gpt2", {"num_attention_heads": 2}),  # its own key is there, too
     ("gpt2", {"activation_function": GONE, "n_inner": GONE, "layer_norm_epsilon": GONE, "tie_word_embeddings": GONE}),
+    ("opt", {"word_embed_proj_dim": GONE, "activation_function": GONE, "tie_word_embeddings": GONE}),
+    ("opt", {"activation_function": "gelu", "do_layer_norm_before": None}),
 ]
 
 
