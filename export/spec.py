@@ -58,7 +58,7 @@ class DecoderSpec:
     first_position: int = 0
     wide_qk_norm: bool = False
     interleaved: bool = False  # a head's pairs lie side by side in the tensors, not half a head apart
-    qkv_by_head: bool = False  # rows of ``qkv`` are those of head 0, q, k and v, then those of head 1, ...
+    qkv_by_head: bool = False  # rows of ``qkv``: queries, key and value of key-value head 0, those of head 1, ...
     norm: str = "rms"
     norm_offset: float = 0.0
     parallel: bool = False
@@ -79,8 +79,6 @@ class DecoderSpec:
                 raise OutriderError(f"{name} is {size!r}, not a whole number from 1 up")
         if self.num_heads % self.num_kv_heads:
             raise OutriderError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
-        if self.qkv_by_head and self.num_heads != self.num_kv_heads:
-            raise OutriderError("query, key and value in one tensor by head need as many key-value heads as heads")
         if self.head_dim % 2:
             raise OutriderError(f"head_dim is {self.head_dim}, and rotary positions need pairs of dimensions")
         if self.activation not in ACTIVATIONS:
@@ -171,8 +169,8 @@ class DecoderSpec:
             return np.asarray(pairs.swapaxes(1, 2).reshape(-1), np.int64)
         if role != "qkv" or not self.qkv_by_head:
             return None
-        rows = np.arange(3 * self.num_heads * self.head_dim).reshape(self.num_heads, 3, self.head_dim)
-        return np.asarray(rows.swapaxes(0, 1).reshape(-1), np.int64)
+        rows = np.arange(self.linear_shape(role)[0]).reshape(self.num_kv_heads, -1, self.head_dim)
+        return np.concatenate([part.reshape(-1) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
 
     def norm_size(self, role: str) -> int:
         if role not in ("q_norm", "k_norm"):

@@ -103,6 +103,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scale_attn_by_inverse_layer_idx": True,
     },
     "opt": {"model_type": "opt", "num_hidden_layers": 2, "ffn_dim": 96, "max_position_embeddings": 64},
+    "falcon-7b": {
+        "model_type": "falcon",
+        "num_hidden_layers": 2,
+        "head_dim": GONE,
+        "num_attention_heads": 5,
+        "hidden_size": 160,
+    },
+    "falcon-40b": {
+        "model_type": "falcon",
+        "num_hidden_layers": 2,
+        "head_dim": GONE,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 96,
+        "bias": True,
+        "tie_word_embeddings": False,
+    },
+}
+# Of these only the reference is compared: what is their own is in the names and the order of their tensors.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "falcon-11b": {**FAMILIES["falcon-40b"], "num_ln_in_parallel_attn": 1, "bias": False},
+    "falcon-in-turn": {**FAMILIES["falcon-7b"], "multi_query": False, "parallel_attn": False},
 }
 
 
@@ -110,7 +132,7 @@ def write_family(path: Path, changes: dict[str, Any]) -> Path:
     """A checkpoint as transformers itself writes it, random weights and norms, biases too where it has them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {**TINY, **changes}
+    settings = {key: value for key, value in {**TINY, **changes}.items() if value is not GONE}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(len(str(path.name)))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -164,6 +186,13 @@ def test_the_reference_equals_transformers(
     found = reference_logits(decoder_spec(opened), opened, ids)
     assert np.abs(found - expected).max() < 1e-3
     assert expected.std() > 0.1  # of random weights that do something
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_in_the_reference(name: str, tmp_path: Path, ids: NDArray[np.int64]) -> None:
+    opened = open_checkpoint(str(write_family(tmp_path / name, VARIANTS[name])))
+    found = reference_logits(decoder_spec(opened), opened, ids)
+    assert np.abs(found - transformers_logits(opened.path, ids)).max() < 1e-3
 
 
 @pytest.mark.parametrize("lowering", ["fused", "standard"])
@@ -243,16 +272,17 @@ def test_smaller_precisions_stay_close(
 
 
 DEFAULTED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3", "starcoder2")
+DEFAULTED += ("stablelm", "gpt_neox", "cohere", "cohere2", "llama", "gpt2", "opt", "falcon")
 
 
-@pytest.mark.parametrize("kind", [*DEFAULTED, "stablelm", "gpt_neox", "cohere", "cohere2", "llama", "gpt2", "opt"])
+@pytest.mark.parametrize("kind", DEFAULTED)
 def test_what_a_config_leaves_out(kind: str, tmp_path: Path) -> None:
     """Keys at transformers' own defaults are not in config.json: the same model as when all of them are written out."""
     from transformers import AutoConfig
 
-    full = AutoConfig.for_model(kind)
+    full = AutoConfig.for_model(kind).to_dict()
     small = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 96, "num_attention_heads": 8}
-    small |= {"num_key_value_heads": 8, "vocab_size": 320} | ({"head_dim": 32} if hasattr(full, "head_dim") else {})
+    small |= {"num_key_value_heads": 8, "vocab_size": 320} | ({"head_dim": 32} if "head_dim" in full else {})
     config = AutoConfig.for_model(kind, **small)
     written = config.to_diff_dict()
     everything = config.to_dict()
@@ -293,6 +323,7 @@ def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> N
         ("granite", {"logits_scaling": 0}, ["wrong kind"]),
         ("granite", {"residual_multiplier": "1"}, ["residual_scale is '1'"]),
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention"]),
+        ("falcon-7b", {"alibi": True}, ["alibi"]),
         ("opt", {"do_layer_norm_before": False}, ["do_layer_norm_before False"]),
         ("opt", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim 32"]),
         ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 0.375}}, ["12 pairs", "fused", "standard"]),
@@ -355,6 +386,10 @@ EDITS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"activation_function": GONE, "n_inner": GONE, "layer_norm_epsilon": GONE, "tie_word_embeddings": GONE}),
     ("opt", {"word_embed_proj_dim": GONE, "activation_function": GONE, "tie_word_embeddings": GONE}),
     ("opt", {"activation_function": "gelu", "do_layer_norm_before": None}),
+    ("falcon-7b", {"num_kv_heads": 2, "num_ln_in_parallel_attn": GONE, "rope_parameters": GONE}),
+    ("falcon-7b", {"multi_query": GONE, "parallel_attn": GONE, "activation": GONE, "ffn_hidden_size": GONE}),
+    ("falcon-40b", {"parallel_attn": False}),
+    ("falcon-40b", {"num_ln_in_parallel_attn": 1}),
 ]
 
 

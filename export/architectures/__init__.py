@@ -5,6 +5,7 @@ from __future__ import annotations
 from outrider.engines.errors import OutriderError
 from outrider.export.architectures import (
     cohere,
+    falcon,
     gemma,
     gpt2,
     gpt_neox,
@@ -30,6 +31,7 @@ _FAMILIES = {
     "qwen3": qwen3.decoder_spec,
     "cohere": cohere.decoder_spec,
     "cohere2": cohere.decoder_spec,
+    "falcon": falcon.decoder_spec,
     "gemma2": gemma.decoder_spec,
     "gemma3_text": gemma.decoder_spec,
     "phi3": phi3.decoder_spec,
