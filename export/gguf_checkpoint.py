@@ -17,25 +17,11 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import TokenizerFiles
+from outrider.export.gguf_config import ROPE_TENSORS, config_from_metadata
 from outrider.export.gguf_tokenizer import tokenizer_from_metadata
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-_ROPE_FACTORS = "rope_freqs.weight"
-# Hugging Face config key -> GGUF key behind the architecture's prefix.
-_CONFIG_KEYS = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "max_position_embeddings": "context_length",
-    "sliding_window": "attention.sliding_window",
-}
-
-
-_MODEL_TYPES = {"gemma3": "gemma3_text"}  # where Hugging Face's name is another
+_ROTARY_ORDER = ("llama", "granite", "smollm3")  # whose queries and keys llama.cpp rotates pair by pair
 
 
 class GGUFCheckpoint:
@@ -55,7 +41,8 @@ class GGUFCheckpoint:
                     f"types that can be read: {', '.join(_TYPES)}"
                 )
         with _damage_named(path):
-            self.config = self._config()
+            shapes = {name: _shape(tensor) for name, tensor in self._tensors.items()}
+            self.config = config_from_metadata(self.metadata, shapes, self._vector, path)
             self._names = gguf.get_tensor_name_map(self._architecture(), self.config["num_hidden_layers"])
 
     def metadata(self, key: str) -> Any:
@@ -65,10 +52,10 @@ class GGUFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(self._gguf_name(name))
-        return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
+        return None if tensor is None else _shape(tensor)
 
     def unread(self, names: set[str]) -> list[str]:
-        return sorted(self._tensors.keys() - {self._gguf_name(name) for name in names} - {_ROPE_FACTORS})
+        return sorted(self._tensors.keys() - {self._gguf_name(name) for name in names} - ROPE_TENSORS)
 
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         tensor = self._tensors[self._gguf_name(name)]
@@ -95,13 +82,16 @@ class GGUFCheckpoint:
             cast(mmap.mmap, self._reader.data.base).madvise(mmap.MADV_DONTNEED)
         return rows
 
+    def _vector(self, name: str) -> NDArray[np.float32]:
+        return self._dequantize(self._tensors[name], 0, int(self._tensors[name].shape[0]))
+
     def _gguf_name(self, name: str) -> str:
         translated = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         return str(translated or name)
 
     def _rotary_heads(self, name: str) -> int | None:
         """The number of heads whose rows llama.cpp interleaves in this tensor, or None."""
-        if self.config["model_type"] != "llama":
+        if self.config["model_type"] not in _ROTARY_ORDER:
             return None
         if ".q_proj." in name:
             return int(self.config["num_attention_heads"])
@@ -113,49 +103,6 @@ class GGUFCheckpoint:
         by_name = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
         return by_name.get(self.metadata("general.architecture"), gguf.MODEL_ARCH.LLAMA)
 
-    def _config(self) -> dict[str, Any]:
-        prefix = self.metadata("general.architecture")
-        if not prefix:
-            raise OutriderError(f"{self.path} has no general.architecture; it is not a language model's file")
-        config: dict[str, Any] = {"model_type": _MODEL_TYPES.get(prefix, prefix)}
-        for key, name in _CONFIG_KEYS.items():
-            value = self.metadata(f"{prefix}.{name}")
-            if value is not None:
-                config[key] = value
-        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-            if key not in config:
-                raise OutriderError(f"{self.path} has no {prefix}.{_CONFIG_KEYS[key]}; the file is not complete")
-        config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        head_dim = self.metadata(f"{prefix}.attention.key_length") or self.metadata(f"{prefix}.rope.dimension_count")
-        config["head_dim"] = head_dim or config["hidden_size"] // config["num_attention_heads"]
-        rotated = self.metadata(f"{prefix}.rope.dimension_count") or config["head_dim"]
-        config["partial_rotary_factor"] = rotated / config["head_dim"]
-        embedding = self._tensors.get("token_embd.weight")
-        if embedding is not None:
-            config["vocab_size"] = int(embedding.shape[1])
-        config["tie_word_embeddings"] = "output.weight" not in self._tensors
-        config["rope_scaling"] = self._rope_scaling(prefix)
-        if config["model_type"] == "gemma3_text":
-            config["norm_offset"] = 0.0  # these files hold 1 + the weight
-            config["query_pre_attn_scalar"] = config["head_dim"]  # not in the file, but for the 27B model
-            if config["num_hidden_layers"] == 62:
-                config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
-        return config
-
-    def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
-        if _ROPE_FACTORS in self._tensors:
-            tensor = self._tensors[_ROPE_FACTORS]
-            factors = self._dequantize(tensor, 0, int(tensor.shape[0]))
-            return {"rope_type": "factors", "factors": factors.tolist()}
-        kind = self.metadata(f"{prefix}.rope.scaling.type")
-        if self.metadata(f"{prefix}.rope.scale_linear") not in (None, 1.0):  # the key of old files
-            kind = "linear"
-        if kind in (None, "none"):
-            return None
-        factor = self.metadata(f"{prefix}.rope.scaling.factor") or self.metadata(f"{prefix}.rope.scale_linear")
-        # Others have settings in keys of their own, which are not read.
-        return {"rope_type": kind if kind == "linear" else f"{kind} (GGUF)", "factor": factor}
-
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
@@ -164,6 +111,11 @@ def _damage_named(path: Path) -> Iterator[None]:
         yield
     except (ValueError, LookupError, TypeError, ArithmeticError, OSError) as error:
         raise OutriderError(f"{path} is damaged or cut short ({error}); download it again") from error
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """As numpy has it: the file's order of axes is the other way round."""
+    return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def _undo_rotary_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

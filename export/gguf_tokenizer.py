@@ -18,11 +18,16 @@ from outrider.export.checkpoint import TokenizerFiles
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 _TEMPLATE_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Llama 3: contractions, words with one leading non-letter, numbers of up to three digits, punctuation, spaces.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+# Contractions, words with one leading non-letter, numbers of so many digits, punctuation, spaces.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_DIGITS = {**dict.fromkeys((*_LLAMA3, "dbrx"), 3), "qwen2": 1}  # of those that split so
+_EACH_DIGIT = ("smollm", "starcoder", "refact", "command-r")  # digits first, then as GPT-2 splits
+_GPT2 = ("gpt-2", "gpt2")
+_COMPOSED = ("qwen2", "command-r")  # whose text is in Unicode's composed form (NFC)
 
 Metadata = Callable[[str], Any]
 
@@ -65,23 +70,26 @@ def _required(metadata: Metadata, key: str, path: Path) -> Any:
 
 def _byte_level_bpe(metadata: Metadata, tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
     name = metadata("tokenizer.ggml.pre")
-    llama3 = name in ("llama-bpe", "llama3", "llama-v3")
-    if llama3:
-        split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
+    if name in _DIGITS:
+        split = pre_tokenizers.Split(Regex(_SPLIT % _DIGITS[name]), behavior="isolated")
         steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    elif name == "smollm":
+    elif name in _EACH_DIGIT:
         digits = pre_tokenizers.Digits(individual_digits=True)
         steps = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    elif name in ("gpt-2", "gpt2"):
+    elif name in _GPT2:
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
+        known = ", ".join((*_GPT2[:1], *_EACH_DIGIT, *_DIGITS))
         raise OutriderError(
-            f"{path}: pre-tokenizer {name!r} is not implemented; implemented are smollm, llama-bpe and gpt-2. "
+            f"{path}: pre-tokenizer {name!r} is not implemented; implemented are {known}. "
             "Export from the Hugging Face folder instead"
         )
     merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges", path)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    llama3 = name in _LLAMA3
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama3))
+    if name in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, llama3

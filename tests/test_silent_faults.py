@@ -73,15 +73,19 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("settings", "words"),
     [
-        ("llama.rope.scaling.type", "yarn", r"rope scaling 'yarn \(GGUF\)' is not implemented"),
-        ("llama.rope.dimension_count", 8, "partial_rotary_factor"),
+        ({"scaling.type": "longrope"}, r"rope scaling 'longrope \(GGUF\)' is not implemented"),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_attn_factor": 0.8},
+            r"rope scaling 'yarn \(GGUF",
+        ),
+        ({"dimension_count": 8}, "partial_rotary_factor"),
     ],
 )
-def test_positions_of_another_kind_are_refused(tmp_path: Path, key: str, value: Any, words: str) -> None:
+def test_positions_of_another_kind_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     folder = write_tiny(tmp_path / "hf")
-    extra = {"llama.attention.key_length": 16, key: value}
+    extra = {"llama.attention.key_length": 16} | {f"llama.rope.{key}": value for key, value in settings.items()}
     write_gguf(tmp_path / "m.gguf", folder, "F32", extra=extra)
     refuse(tmp_path / "m.gguf", tmp_path, words)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from vocabularies import codec_of, fast, gguf_metadata, read_metadata, train_sentencepiece
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, CohereTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from vocabularies import CORPUS, codec_of, fast, gguf_metadata, read_metadata, train_sentencepiece
 
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import TokenizerFiles, open_checkpoint
@@ -205,6 +206,40 @@ def test_llama3_splits() -> None:
     assert built({**metadata, "tokenizer.ggml.pre": "gpt-2"}).encode("DON").tokens == ["D", "O", "N"]
 
 
+def byte_level_metadata(pre: str) -> dict[str, Any]:
+    """Of a small byte-level vocabulary."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet))
+    model = json.loads(trained.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": [" ".join(merge) for merge in model["merges"]]}
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
+@pytest.mark.parametrize(("pre", "theirs"), [("qwen2", Qwen2Tokenizer), ("command-r", CohereTokenizer)])
+def test_pre_tokenizers_are_those_of_transformers(pre: str, theirs: Any) -> None:
+    metadata = byte_level_metadata(pre)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    oracle, tokenizer = theirs(vocab=dict(zip(tokens, range(len(tokens)), strict=True)), merges=merges), built(metadata)
+    for text in TEXTS + NUMBERS:
+        assert tokenizer.encode(text).ids == oracle(text, add_special_tokens=False)["input_ids"], text
+
+
+@pytest.mark.parametrize(("pre", "same"), [("dbrx", "llama-bpe"), ("starcoder", "smollm"), ("refact", "smollm")])
+def test_pre_tokenizers_of_two_names(pre: str, same: str) -> None:
+    """As llama.cpp groups them. Only Llama 3 takes whole tokens without looking at merges, and begins with one."""
+    both = [
+        json.loads(built(byte_level_metadata(name) | {"tokenizer.ggml.bos_token_id": 0}).to_str())
+        for name in (pre, same)
+    ]
+    both[1]["model"]["ignore_merges"] = False
+    assert {**both[0], "post_processor": None} == {**both[1], "post_processor": None}
+    assert both[0]["post_processor"] is None
+
+
 def byte_level(text: str) -> str:
     [(piece, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return str(piece)
@@ -226,7 +261,7 @@ def test_a_key_that_is_missing(key: str) -> None:
         built(metadata)
 
 
-@pytest.mark.parametrize(("key", "value"), [("model", "bert"), ("pre", "qwen2"), ("pre", None)])
+@pytest.mark.parametrize(("key", "value"), [("model", "bert"), ("pre", "deepseek-llm"), ("pre", None)])
 def test_kinds_that_are_not_implemented(key: str, value: str | None) -> None:
     with pytest.raises(OutriderError, match=rf"{value!r} is not implemented; implemented are"):
         built({**llama3_metadata({"a"}), f"tokenizer.ggml.{key}": value})

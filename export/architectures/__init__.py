@@ -44,8 +44,11 @@ _FAMILIES = {
     "stablelm": stablelm.decoder_spec,
     "starcoder2": starcoder2.decoder_spec,
 }
-# Whose metadata and tensors were compared with transformers: others store norms or rows in ways of their own.
-_GGUF_FAMILIES = ("llama", "gemma3_text")
+# Whose files by llama.cpp's converter were compared: others store norms or rows in ways of their own.
+_GGUF_FAMILIES = (
+    *("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "smollm3"),
+    *("olmo2", "starcoder2", "cohere", "cohere2", "gpt2"),
+)
 
 
 def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:

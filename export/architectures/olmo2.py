@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.engines.errors import OutriderError
 from outrider.export.architectures.common import LAYER, QUERY_KEY_NORMS, activation, base
 from outrider.export.spec import DecoderSpec
 
 
 def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
+    if config.get("sliding_window"):
+        raise OutriderError(f"sliding_window {config['sliding_window']} is not known of OLMo 2; is it OLMo 3?")
     fields = base(config)
     names = {role: name for role, name in fields["layer_names"].items() if not role.endswith("norm")}
     names |= {
