@@ -18,13 +18,22 @@ from outrider.export.checkpoint import TokenizerFiles
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 _TEMPLATE_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Contractions, words with one leading non-letter, numbers of so many digits, punctuation, spaces.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# What stands between words: punctuation, lines, spaces. In some it takes slashes behind it, too.
+_BETWEEN = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Contractions, words with one leading non-letter, numbers of so many digits.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}|" + _BETWEEN % ""
+# Words that begin anew with each capital letter, single digits.
+_CAPITALS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED_WORDS = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in (f"[{_CAPITALS}]*[{_SMALL}]+", f"[{_CAPITALS}]+[{_SMALL}]*")
 )
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_DIGITS = {**dict.fromkeys((*_LLAMA3, "dbrx"), 3), "qwen2": 1}  # of those that split so
+_SPLITS = {
+    **dict.fromkeys((*_LLAMA3, "dbrx"), _WORDS % 3),
+    "qwen2": _WORDS % 1,
+    "tekken": rf"{_CASED_WORDS}|\p{{N}}|{_BETWEEN % '/'}",
+}
+_WHOLE = (*_LLAMA3, "tekken")  # take whole tokens without looking at merges, and begin with one for the beginning
 _EACH_DIGIT = ("smollm", "starcoder", "refact", "command-r")  # digits first, then as GPT-2 splits
 _GPT2 = ("gpt-2", "gpt2")
 _COMPOSED = ("qwen2", "command-r")  # whose text is in Unicode's composed form (NFC)
@@ -70,8 +79,8 @@ def _required(metadata: Metadata, key: str, path: Path) -> Any:
 
 def _byte_level_bpe(metadata: Metadata, tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
     name = metadata("tokenizer.ggml.pre")
-    if name in _DIGITS:
-        split = pre_tokenizers.Split(Regex(_SPLIT % _DIGITS[name]), behavior="isolated")
+    if name in _SPLITS:
+        split = pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated")
         steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     elif name in _EACH_DIGIT:
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -79,20 +88,19 @@ def _byte_level_bpe(metadata: Metadata, tokens: list[str], path: Path) -> tuple[
     elif name in _GPT2:
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
-        known = ", ".join((*_GPT2[:1], *_EACH_DIGIT, *_DIGITS))
+        known = ", ".join((*_GPT2, *_EACH_DIGIT, *_SPLITS))
         raise OutriderError(
             f"{path}: pre-tokenizer {name!r} is not implemented; implemented are {known}. "
             "Export from the Hugging Face folder instead"
         )
     merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges", path)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    llama3 = name in _LLAMA3
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama3))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE))
     if name in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, llama3
+    return tokenizer, name in _WHOLE
 
 
 def _sentencepiece_bpe(metadata: Metadata, tokens: list[str], path: Path) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -228,16 +229,25 @@ def test_pre_tokenizers_are_those_of_transformers(pre: str, theirs: Any) -> None
         assert tokenizer.encode(text).ids == oracle(text, add_special_tokens=False)["input_ids"], text
 
 
-@pytest.mark.parametrize(("pre", "same"), [("dbrx", "llama-bpe"), ("starcoder", "smollm"), ("refact", "smollm")])
-def test_pre_tokenizers_of_two_names(pre: str, same: str) -> None:
-    """As llama.cpp groups them. Only Llama 3 takes whole tokens without looking at merges, and begins with one."""
-    both = [
-        json.loads(built(byte_level_metadata(name) | {"tokenizer.ggml.bos_token_id": 0}).to_str())
-        for name in (pre, same)
-    ]
-    both[1]["model"]["ignore_merges"] = False
-    assert {**both[0], "post_processor": None} == {**both[1], "post_processor": None}
-    assert both[0]["post_processor"] is None
+@pytest.mark.parametrize("pre", ["llama-bpe", "dbrx", "tekken", "qwen2"])
+def test_splits_are_those_of_transformers(pre: str) -> None:
+    """Also of composed text, which transformers leaves as it is. The first token is that of the beginning."""
+    theirs = pytest.importorskip("transformers.integrations.gguf")
+    metadata = byte_level_metadata(pre) | {"tokenizer.ggml.bos_token_id": 0}
+    fields = {"tokenizer_type": "gpt2", "pre_tokenizer_type": pre}
+    fields |= {key: metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "merges")}
+    oracle, tokenizer = theirs.convert_gguf_tokenizer("llama", fields)[0], built(metadata)
+    begins = [0] if pre in ("llama-bpe", "tekken") else []
+    for text in [*TEXTS, *NUMBERS, "CamelCaseWords and/or HTTPRequests//x", "it'S WE'LL"]:
+        text = unicodedata.normalize("NFC", text)
+        assert tokenizer.pre_tokenizer.pre_tokenize_str(text) == oracle.pre_tokenizer.pre_tokenize_str(text)
+        assert tokenizer.encode(text).ids == begins + oracle.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("pre", ["starcoder", "refact"])
+def test_names_of_one_pre_tokenizer(pre: str) -> None:
+    """As llama.cpp groups them with ``smollm``, which is compared above."""
+    assert built(byte_level_metadata(pre)).to_str() == built(byte_level_metadata("smollm")).to_str()
 
 
 def byte_level(text: str) -> str:
