@@ -29,6 +29,7 @@ from outrider.engines.errors import OutriderError
     help="fp32, fp16, int8 or int4; with standard fp32, fp16, bf16, fp8 or int4.",
 )
 @click.option("--lowering", default="fused", show_default=True, help="fused (ONNX Runtime) or standard (opset 24).")
+@click.option("--via", help="optimum: for an architecture without a file here (docs/export.md).")
 @click.option("--head-precision", help="Of embedding and head.  [default: the same]")
 @click.option("--draft-precision", help="Of the draft.  [default: the same]")
 @click.option("--draft-lowering", help="Of the draft, as for one that runs on another device.  [default: the same]")
@@ -51,6 +52,7 @@ def export(
     out: Path,
     precision: str,
     lowering: str,
+    via: str | None,
     head_precision: str | None,
     draft_precision: str | None,
     draft_lowering: str | None,
@@ -67,7 +69,9 @@ def export(
     except ImportError as error:
         raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
 
-    settings = ExportOptions(precision, lowering, tiers, max_length, draft_precision, draft_lowering, head_precision)
+    settings = ExportOptions(
+        precision, lowering, tiers, max_length, draft_precision, draft_lowering, head_precision, via
+    )
     start = time.perf_counter()
     with options.progress_bar(100, "export") as bar:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -20,6 +21,14 @@ from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoi
 from outrider.export.folder import check_out, describe, left_bytes, new_bundle
 from outrider.export.layers import PREFIX, parse_layers
 from outrider.export.model import ModelExport
+from outrider.export.optimum import (
+    TracedDecoder,
+    TracedExport,
+    check_traced_options,
+    traced_decoder,
+    traced_lowering,
+    traces_beside,
+)
 from outrider.export.pair import check_pair, vocabulary
 from outrider.export.precision import PRECISIONS
 from outrider.export.spec import DecoderSpec
@@ -35,7 +44,8 @@ class ExportOptions:
     """``tiers`` are the values of K, ``max_length`` the longest sequence (prompt and output, in tokens).
 
     A draft that runs on another device may need another precision and lowering; by default they are the target's.
-    ``head_precision`` is that of embedding and head, by default the same.
+    ``head_precision`` is that of embedding and head, by default the same. ``via`` is ``optimum`` for models that
+    Optimum traces (``export/optimum``), which settles the lowering.
     """
 
     precision: str = "int4"
@@ -45,6 +55,7 @@ class ExportOptions:
     draft_precision: str | None = None
     draft_lowering: str | None = None
     head_precision: str | None = None
+    via: str | None = None
 
     def __post_init__(self) -> None:
         for precision in (self.precision, self.draft_precision, self.head_precision):
@@ -55,6 +66,8 @@ class ExportOptions:
         for lowering in (self.lowering, self.draft_lowering or self.lowering):
             if lowering not in LOWERINGS:
                 raise OutriderError(f"unknown lowering {lowering!r}; choose one of {', '.join(LOWERINGS)}")
+        if self.via is not None:
+            check_traced_options(self.via, self.lowering, (self.precision, self.draft_precision), self.head_precision)
         if not self.tiers or min(self.tiers) < 1 or list(self.tiers) != sorted(set(self.tiers)):
             raise OutriderError(f"tiers {list(self.tiers)} must be rising whole numbers from 1 up, as in --k 2,4,8")
         if max(self.tiers) >= PREFILL_CHUNK:
@@ -64,6 +77,9 @@ class ExportOptions:
 
     def of(self, role: str) -> ExportOptions:
         """With the precision and lowering of one of the models."""
+        if self.via is not None:
+            precision = self.precision if role == "target" else self.draft_precision or self.precision
+            return replace(self, precision=precision, lowering=traced_lowering(precision))
         if role == "target":
             return self
         precision, lowering = self.draft_precision or self.precision, self.draft_lowering or self.lowering
@@ -94,13 +110,27 @@ def export_bundle(
     Raises:
         OutriderError: see the modules that read, pair, write and check; nothing is left behind.
     """
-    check_out(out)
+    out = check_out(out)
+    with nullcontext() if options.via is None else traces_beside(out) as traces:
+        return _export(target, draft, out, options, traces, threads, resume, progress)
+
+
+def _export(
+    target: str,
+    draft: str | None,
+    out: Path,
+    options: ExportOptions,
+    traces: Path | None,
+    threads: int | None,
+    resume: bool,
+    progress: Progress,
+) -> Manifest:
     try:
-        jobs, tokenizer = _plan(target, draft, options)
+        jobs, tokenizer = _plan(target, draft, options, traces)
         order = describe([job.checkpoint.path for job in jobs.values()], (draft, options))
     except OSError as error:
         raise OutriderError(f"cannot read {error.filename or target}: {error.strerror or error}") from error
-    _check_disk(Path(out), jobs)
+    _check_disk(out, jobs)
     with new_bundle(out, order, resume=resume) as work:
         steps = _Steps(progress, sum(job.steps for job in jobs.values()))
         ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
@@ -122,18 +152,30 @@ def export_bundle(
     return manifest
 
 
-def _plan(target: str, draft: str | None, options: ExportOptions) -> tuple[dict[str, ModelExport], TokenizerFiles]:
-    """The models to write, by role, and the tokenizer that they share."""
+def _plan(
+    target: str, draft: str | None, options: ExportOptions, traces: Path | None
+) -> tuple[dict[str, ModelExport], TokenizerFiles]:
+    """The models to write, by role, and the tokenizer that they share.
+
+    Args:
+        traces: the folder for graphs that Optimum traces.
+    """
     cut = draft is not None and draft.startswith(PREFIX)
+    if cut and options.via is not None:
+        raise OutriderError(f"--draft {draft} does not go with --via optimum, whose graphs are not cut by layers")
     if cut and (options.draft_precision or options.draft_lowering):
         raise OutriderError(f"--draft {draft} has the target's weights; leave --draft-precision and -lowering out")
     sources = {"target": target} | ({} if draft is None or cut else {"draft": draft})
     checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
-    specs = {role: decoder_spec(checkpoint) for role, checkpoint in checkpoints.items()}
+    specs: dict[str, DecoderSpec | TracedDecoder] = {}
+    if traces is None:
+        specs = {role: decoder_spec(checkpoint) for role, checkpoint in checkpoints.items()}
     tokenizers = {role: checkpoint.tokenizer() for role, checkpoint in checkpoints.items()}
     vocabularies = {role: vocabulary(files, sources[role]) for role, files in tokenizers.items()}
     if "draft" in vocabularies:
         check_pair(vocabularies["target"], vocabularies["draft"])
+    if traces is not None:  # the work of minutes, so all else is seen to first
+        specs = {role: traced_decoder(checkpoint, traces / role) for role, checkpoint in checkpoints.items()}
     jobs = {}
     for role, spec in specs.items():
         spec = _cut(spec, vocabularies["target"], sources[role])
@@ -145,12 +187,15 @@ def _plan(target: str, draft: str | None, options: ExportOptions) -> tuple[dict[
     return jobs, tokenizers["target"]
 
 
-def _model_export(role: str, spec: DecoderSpec, checkpoint: Checkpoint, options: ExportOptions) -> ModelExport:
+def _model_export(
+    role: str, spec: DecoderSpec | TracedDecoder, checkpoint: Checkpoint, options: ExportOptions
+) -> ModelExport:
     if role == "target" and options.max_length > spec.max_positions:
         raise OutriderError(
             f"{checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
         )
-    return ModelExport(
+    kind: Callable[..., ModelExport] = TracedExport if isinstance(spec, TracedDecoder) else ModelExport
+    return kind(
         graph=f"{role}/model.onnx",
         spec=spec,
         checkpoint=checkpoint,
@@ -185,7 +230,7 @@ class _Steps:
         self.progress(f"{role}: {stage}", self.done, self.total)
 
 
-def _cut(spec: DecoderSpec, vocab: dict[str, int], source: str) -> DecoderSpec:
+def _cut(spec: DecoderSpec | TracedDecoder, vocab: dict[str, int], source: str) -> DecoderSpec | TracedDecoder:
     """Without the rows that pad the embedding behind the last token: no id outside the tokenizer is ever proposed."""
     needed = max(vocab.values()) + 1
     if spec.vocab_size < needed:

@@ -53,6 +53,10 @@ class GraphBuilder:
         name = next(output for output in outputs if output)
         self._nodes.append(helper.make_node(op, inputs, outputs, name=f"{name}/{op}", domain=domain, **attributes))
 
+    def add(self, node: onnx.NodeProto) -> None:
+        """Add a node that was made elsewhere."""
+        self._nodes.append(node)
+
     def constant(self, name: str, value: Any, dtype: Any = np.int64) -> str:
         """A small constant, kept in the graph itself. Asking again for the same name returns it."""
         if name not in self._initializers:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from outrider.engines.bundle import ModelInfo
 from outrider.engines.engine import PREFILL_CHUNK, noise_slots
@@ -103,17 +104,13 @@ class ModelExport:
         return replace(checked, graph=info.graph, num_layers=info.num_layers)
 
     def _check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
-        spec = self.spec
         # Before the engine is loaded, so that only one of the two needs memory.
-        expected = stored = reference_logits(spec, self.checkpoint, np.array(ids))
-        read_back, rounded = as_stored(spec, self.checkpoint, info.lowering, info.precision, info.head_precision)
-        if rounded is not self.checkpoint:
-            stored = reference_logits(read_back, rounded, np.array(ids))
+        expected, stored = self._references(ids, threads)
         runs_here = info.cache_dtype != "bfloat16"
         open_engine = OrtEngine if runs_here else widened_engine
         engine = open_engine(work / info.graph, info, threads=threads)
         check = check_engine(engine, ids, expected, stored, self.precision, self.checkpoint.path)
-        info = replace(info, check=check | {"layers": float(spec.num_layers)})
+        info = replace(info, check=check | {"layers": float(self.spec.num_layers)})
         progress("compared with the checkpoint")
         if not runs_here:
             progress("no row probe")
@@ -121,6 +118,15 @@ class ModelExport:
         probe = probe_rows(engine, self.tiers)
         progress("row probe")
         return replace(info, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
+
+    def _references(self, ids: list[int], threads: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Logits over a text of the checkpoint, and of the checkpoint as stored."""
+        spec, formats = self.spec, (self.lowering, self.precision, self.head_precision)
+        expected = reference_logits(spec, self.checkpoint, np.array(ids))
+        read_back, rounded = as_stored(spec, self.checkpoint, *formats)
+        if rounded is self.checkpoint:
+            return expected, expected
+        return expected, reference_logits(read_back, rounded, np.array(ids))
 
     def _decoder(self, weights: Weights, progress: Progress = lambda part: None) -> onnx.ModelProto:
         return build_decoder(
