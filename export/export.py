@@ -140,7 +140,7 @@ def _export(
             models[role] = job.check(work, job.write(work, step), ids, threads, step)
         _write_tokenizer(work, tokenizer)
         manifest = Manifest(
-            producer=f"outrider {version('outrider')}",
+            producer=f"outrider {version('outrider')}" + (f" via {options.via}" if options.via else ""),
             tiers=options.tiers,
             max_length=options.max_length,
             eos_token_ids=tokenizer.eos_token_ids,
@@ -153,12 +153,12 @@ def _export(
 
 
 def _plan(
-    target: str, draft: str | None, options: ExportOptions, traces: Path | None
+    target: str, draft: str | None, options: ExportOptions, traces: Path | None = None
 ) -> tuple[dict[str, ModelExport], TokenizerFiles]:
     """The models to write, by role, and the tokenizer that they share.
 
     Args:
-        traces: the folder for graphs that Optimum traces.
+        traces: the folder for graphs that Optimum traces, None where it traces none.
     """
     cut = draft is not None and draft.startswith(PREFIX)
     if cut and options.via is not None:
