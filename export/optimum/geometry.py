@@ -18,19 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.export.optimum.trace import Trace
+from outrider.export.optimum.trace import Pass, Trace
 
 # Inputs of traces and of the graph contract that say nothing of the text.
 _ROOTS = ("attention_mask", "position_ids", "cache_lengths", "logit_rows")
-_AtLength = tuple[NDArray[Any], int]  # a value over a cache, the rows of the pass included, of this length
 _ROWS = 4  # of the passes that are run to see
+
+
+class _AtLength(NamedTuple):
+    """A value over a cache of this length, the rows of the pass included."""
+
+    value: NDArray[Any]
+    length: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Kinds:
     positions: dict[ir.Value, NDArray[Any]]
 
 
-def find_kinds(trace: Trace, geometry: Geometry, length: int, threads: int | None = None) -> Kinds:
+def find_kinds(trace: Trace, geometry: Geometry, length: int) -> Kinds:
     """What each value of the frontier is; those that are not in the answer are stable or shapes.
 
     Args:
@@ -87,31 +93,26 @@ def find_kinds(trace: Trace, geometry: Geometry, length: int, threads: int | Non
     Raises:
         OutriderError: one is of no kind; the message names the node that computes it.
     """
-    points = [(3, _ROWS), (length - _ROWS, _ROWS), (7, 2)]
+    passes = [Pass(3, _ROWS), Pass(length - _ROWS, _ROWS), Pass(7, 2)]
     names = [str(value.name) for value in geometry.frontier]
-    runs = trace.values(names, points, threads)
-    moved = trace.values(names, points[:1], threads, last_position=length - 1)[0]
+    *runs, moved = trace.values(names, [*passes, Pass(3, _ROWS, last_position=length - 1)])
     masks, others = {}, {}
     for value, name in zip(geometry.frontier, names, strict=True):
         found = [run[name] for run in runs]
         if not _of_own_rows(found[0], moved[name]):
             raise OutriderError(f"node {_node_of(value)} makes of a row's position what depends on the other rows' too")
-        short, long = ((array, past + rows) for array, (past, rows) in zip(found[:2], points[:2], strict=True))
+        short, long = (_AtLength(found[index], passes[index].past + _ROWS) for index in range(2))
         if _stable(short, long) or _shape(short, long):
             continue
-        if mask := _mask(found, points):
+        if mask := _mask(found, passes):
             masks[value] = mask
         else:
             others[value] = found
-    return Kinds(masks, _tables(trace, others, points, length, threads))
+    return Kinds(masks, _tables(trace, others, passes, length))
 
 
 def _tables(
-    trace: Trace,
-    others: dict[ir.Value, list[NDArray[Any]]],
-    points: Sequence[tuple[int, int]],
-    length: int,
-    threads: int | None,
+    trace: Trace, others: dict[ir.Value, list[NDArray[Any]]], passes: Sequence[Pass], length: int
 ) -> dict[ir.Value, NDArray[Any]]:
     """What all positions give for values that are to be of that kind."""
     for value, found in others.items():
@@ -119,10 +120,10 @@ def _tables(
             raise _refusal(value)
     # The graph that gives these alone is small, so that it can run over all positions at once.
     names = [str(value.name) for value in others]
-    whole = trace.values(names, [(0, length)], threads)[0] if names else {}
+    whole = trace.values(names, [Pass(0, length)])[0] if names else {}
     tables = {value: whole[name] for value, name in zip(others, names, strict=True)}
     for value, table in tables.items():
-        if not _positions(others[value], points, table, length):
+        if not _positions(others[value], passes, table, length):
             raise _refusal(value)
     return tables
 
@@ -165,13 +166,11 @@ def _shape(short: _AtLength, long: _AtLength) -> bool:
     return bool(np.all((first == second) | (first * second_length == second * first_length)))
 
 
-def _positions(
-    found: Sequence[NDArray[Any]], points: Sequence[tuple[int, int]], table: NDArray[Any], length: int
-) -> bool:
+def _positions(found: Sequence[NDArray[Any]], passes: Sequence[Pass], table: NDArray[Any], length: int) -> bool:
     axis = rows_axis(table)
     if axis is None or table.shape[axis] != length:
         return False
-    parts = (table.take(range(past, past + rows), axis) for past, rows in points)
+    parts = (table.take(range(past, past + rows), axis) for past, rows, _ in passes)
     return all(np.array_equal(array, part) for array, part in zip(found, parts, strict=True))
 
 
@@ -180,18 +179,18 @@ def rows_axis(table: NDArray[Any]) -> int | None:
     return next((axis for axis, size in enumerate(table.shape) if axis and size > 1), None)
 
 
-def _mask(found: Sequence[NDArray[Any]], points: Sequence[tuple[int, int]]) -> Mask | None:
-    by_point = list(zip(found, points, strict=True))
-    if any(array.ndim != 4 or array.shape[2:] != (rows, past + rows) for array, (past, rows) in by_point):
+def _mask(found: Sequence[NDArray[Any]], passes: Sequence[Pass]) -> Mask | None:
+    by_pass = list(zip(found, passes, strict=True))
+    if any(array.ndim != 4 or array.shape[2:] != (rows, past + rows) for array, (past, rows, _) in by_pass):
         return None
-    longest = by_point[1][0][0, 0]
+    longest = found[1][0, 0]
     seen = longest[-1, -1]  # a row sees itself
     others = np.unique(longest[longest != seen])
     if len(others) != 1:
         return None
     count = int((longest[-1] == seen).sum())
     window = count if count < longest.shape[1] else 0
-    for array, (past, rows) in by_point:
+    for array, (past, rows, _) in by_pass:
         slot, position = np.arange(past + rows), past + np.arange(rows)[:, None]
         visible = (slot <= position) & (slot > position - window if window else True)
         if not np.array_equal(array, np.broadcast_to(np.where(visible, seen, others[0]), array.shape)):

@@ -33,9 +33,7 @@ _OVER_LAST_AXIS = ("LayerNormalization", "ReduceMax", "ReduceMean", "ReduceSum",
 _ELEMENTWISE = ("Add", "Cast", "Div", "Mul", "Sub", "Tanh")  # between the head and the logits
 
 
-def rewrite(
-    trace: Trace, *, capacity: int, positions: int, vocab_size: int, threads: int | None = None
-) -> tuple[ir.Model, Geometry]:
+def rewrite(trace: Trace, *, capacity: int, positions: int, vocab_size: int) -> tuple[ir.Model, Geometry]:
     """The trace's graph, rewritten.
 
     Args:
@@ -53,7 +51,7 @@ def rewrite(
     geometry = find_geometry(graph)
     _check_operators(graph, geometry)
     rewriter = _Rewriter(trace, graph, capacity, min(capacity, positions))
-    rewriter.run(find_kinds(trace, geometry, rewriter.length, threads), vocab_size)
+    rewriter.run(find_kinds(trace, geometry, rewriter.length), vocab_size)
     ir.passes.Sequential(passes.RemoveUnusedNodesPass(), passes.TopologicalSortPass(), passes.NameFixPass())(model)
     return model, find_geometry(graph)
 

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -20,7 +20,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from onnx import TensorProto, version_converter
-from onnx_ir.passes import common as passes
+from onnx_ir.passes import common
 
 from outrider.engines.errors import OutriderError
 
@@ -31,6 +31,14 @@ _OWN_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _SMALL_BYTES = 1024
 # Its passes name every constant that they touch, and ONNX Runtime's quantizer turns such messages on for all libraries.
 logging.getLogger("onnx_ir").setLevel(logging.WARNING)
+
+
+class Pass(NamedTuple):
+    """``past`` tokens in the cache and ``rows`` behind them, the last at a position of its own, the others at 0."""
+
+    past: int
+    rows: int
+    last_position: int = 0
 
 
 class Trace:
@@ -57,14 +65,14 @@ class Trace:
         model = ir.from_proto(version_converter.convert_version(self._proto, OPSET))
         ir.external_data.set_base_dir(model.graph, self.path.parent)
         ir.passes.Sequential(
-            passes.RemoveInitializersFromInputsPass(),
-            passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-            passes.DeduplicateInitializersPass(size_limit=_SMALL_BYTES),
-            passes.IdentityEliminationPass(),
-            passes.CommonSubexpressionEliminationPass(size_limit=_SMALL_BYTES),
-            passes.RemoveUnusedNodesPass(),
-            passes.TopologicalSortPass(),
-            passes.ShapeInferencePass(strict_mode=False),
+            common.RemoveInitializersFromInputsPass(),
+            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            common.DeduplicateInitializersPass(size_limit=_SMALL_BYTES),
+            common.IdentityEliminationPass(),
+            common.CommonSubexpressionEliminationPass(size_limit=_SMALL_BYTES),
+            common.RemoveUnusedNodesPass(),
+            common.TopologicalSortPass(),
+            common.ShapeInferencePass(strict_mode=False),
         )(model)
         return model
 
@@ -77,27 +85,16 @@ class Trace:
         run = _Run(path or self.path, ["logits"], threads)
         return np.asarray(run(self, np.array([ids], np.int64), 0, np.arange(len(ids)))["logits"][0])
 
-    def values(
-        self,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, int]],
-        threads: int | None,
-        last_position: int = 0,
-    ) -> list[dict[str, NDArray[Any]]]:
-        """What these values inside the graph are over empty caches.
-
-        Args:
-            shapes: tokens in the cache and rows, for each answer.
-            last_position: of the last row; all others are at position 0.
-        """
+    def values(self, names: Sequence[str], passes: Sequence[Pass]) -> list[dict[str, NDArray[Any]]]:
+        """What these values inside the graph are in some passes over empty caches."""
         probe = self.path.with_name("probe.onnx")
         proto = onnx.load(self.path, load_external_data=False)
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
         probe.write_bytes(proto.SerializeToString())
-        run = _Run(probe, names, threads)
+        run = _Run(probe, names)
         found = []
-        for past, rows in shapes:
+        for past, rows, last_position in passes:
             positions = np.zeros(rows, np.int64)
             positions[-1] = last_position
             found.append(run(self, np.zeros((1, rows), np.int64), past, positions))
@@ -107,13 +104,14 @@ class Trace:
 class _Run:
     """A session over a traced graph."""
 
-    def __init__(self, path: Path, outputs: Sequence[str], threads: int | None) -> None:
+    def __init__(self, path: Path, outputs: Sequence[str], threads: int | None = None) -> None:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or 0
         # As it was traced: what an optimizer makes of it may be at fault too, and has other names in errors.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")  # a copy of all weights, for a pass or few
         options.log_severity_level = 4  # what it says is in the error as well
         try:
             self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
