@@ -21,6 +21,7 @@ from gguf_files import write_gguf
 from numpy.typing import NDArray
 from refusals import refused, refused_by_cli
 from residents import on_cpu
+from safetensors.numpy import load_file, save_file
 from test_parity import engine_logits, transformers_logits
 from traced import FAMILIES, TRACES, standin_python, write_checkpoint
 
@@ -229,6 +230,10 @@ SCRIPTS = {
         '[ "$2" = -c ] || { printf "KeyError: 1\nValueError: no such task\nin vain\n" >&2; exit 1; }',
         ["does not export", "ValueError: no such task from KeyError: 1"],
     ),
+    "missing tensors": (
+        'for last; do :; done; [ "$2" = -c ] || { touch "$last/model.onnx"; echo "Some weights of X: a" >&2; }',
+        ["not just the tensors", "Some weights of X: a"],
+    ),
     "writing nothing": ("exit 0", ["does not export", "wrote no model.onnx"]),
     "writing junk": ('[ "$2" = -c ] || for last; do :; done; echo junk > "$last/model.onnx"', ["not ONNX"]),
 }
@@ -263,12 +268,26 @@ def test_other_checkpoints_are_refused(tiny: Path, workdir: Path, tmp_path: Path
     assert "rope_parameters" in message and str(folder) in message
 
 
-def test_optimum_itself_gives_the_same(
-    traced_before: str | None, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: NDArray[np.int64]
-) -> None:
+@pytest.fixture
+def optimum_itself(traced_before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not traced_before:
         pytest.skip(f"{PYTHON} names no environment with Optimum")
     monkeypatch.setenv(PYTHON, traced_before)
+
+
+def test_a_tensor_that_is_missing(optimum_itself: None, workdir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("gptj", workdir), tmp_path / "gptj"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["transformer.h.1.mlp.fc_in.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ExportOptions("fp32", tiers=(2,), max_length=96, via="optimum")
+    message = refused(lambda: export_bundle(str(folder), None, tmp_path / "out", options))
+    assert "transformer.h.1.mlp.fc_in.weight" in message
+
+
+def test_optimum_itself_gives_the_same(
+    optimum_itself: None, workdir: Path, tmp_path: Path, ids: NDArray[np.int64]
+) -> None:
     path, out = checkpoint("gptj", workdir), tmp_path / "out"
     options = ExportOptions("fp32", tiers=(2,), max_length=96, via="optimum")
     export_bundle(str(path), None, out, options, threads=THREADS)

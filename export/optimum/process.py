@@ -17,6 +17,8 @@ _SETUP = (
 )
 _VERSION = "import importlib.metadata as m; print(m.version('optimum-onnx'))"
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Fail)\w*: ")
+# transformers goes on with random weights for those that are missing, and only warns.
+_OTHER_WEIGHTS = re.compile(r"^Some weights of .*", re.MULTILINE)
 _OPTIONS = {"--task": "text-generation-with-past", "--framework": "pt", "--device": "cpu", "--dtype": "fp32"}
 
 
@@ -30,7 +32,8 @@ def export_onnx(checkpoint: Path, folder: Path) -> Path:
         The path of the graph.
 
     Raises:
-        OutriderError: there is no such interpreter, it has no Optimum, or Optimum does not export the checkpoint.
+        OutriderError: there is no such interpreter, it has no Optimum, Optimum does not export the checkpoint, or
+            tensors are missing or left over.
     """
     folder.mkdir()
     if _run(["-c", _VERSION], folder).returncode:
@@ -42,6 +45,8 @@ def export_onnx(checkpoint: Path, folder: Path) -> Path:
     if done.returncode or not path.is_file():
         reason = _reason(done.stderr) or f"it ended with {done.returncode} and wrote no model.onnx"
         raise OutriderError(f"Optimum does not export {checkpoint}: {reason}")
+    if other := _OTHER_WEIGHTS.search(done.stderr):
+        raise OutriderError(f"{checkpoint} has not just the tensors of its architecture: {other[0]}")
     return path
 
 
@@ -59,12 +64,12 @@ def _python() -> str:
 
 def _run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """In isolated mode: no module of ours or of the folder we are in comes before those of its environment."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "FORCE_ONNX_EXTERNAL_DATA": "1"}
+    settings = {"HF_HUB_OFFLINE": "1", "FORCE_ONNX_EXTERNAL_DATA": "1", "TRANSFORMERS_VERBOSITY": "warning"}
     try:
         return subprocess.run(
             [_python(), "-I", *arguments],
             cwd=folder,
-            env=environment,
+            env=os.environ | settings,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
