@@ -113,12 +113,22 @@ def _described(out: Path, model: ModelInfo) -> str:
         f"the checkpoint{compared}: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g} "
         f"({check['kl_stored']:.1g} from the weights as stored), "
         f"argmax equal {check['same_argmax']:.0%}; rows {describe_rows(model.exactness, model.min_rows)}"
+        f"{_provenance(model)}"
     )
 
 
 def _precision(model: ModelInfo) -> str:
     head = model.head_precision
     return model.precision if head == model.precision else f"{model.precision} with a head in {head}"
+
+
+def _provenance(model: ModelInfo) -> str:
+    """Of a quantized checkpoint: what is the file's own."""
+    own, rounded = sum(model.taken_over.values()), sum(model.rounded_anew.values())
+    if not own + rounded:
+        return ""
+    types = ", ".join(f"{count} {name}" for name, count in model.rounded_anew.items())
+    return f"; {own} of {own + rounded} matrices as the file holds them" + (f", rounded anew: {types}" if types else "")
 
 
 def describe_rows(exactness: str, min_rows: int) -> str:

@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -41,7 +41,8 @@ class ModelInfo:
 
     ``capacity`` is the number of cache positions a sequence owns; ``exactness`` and ``min_rows`` are what the row probe
     found on ``device`` (see ``probe.py``), ``unprobed`` where none could run; ``check`` is the comparison with the
-    checkpoint.
+    checkpoint. Of a quantized checkpoint, ``taken_over`` counts by type the matrices that are the file's own, and
+    ``rounded_anew`` those that are not.
     """
 
     graph: str
@@ -59,6 +60,8 @@ class ModelInfo:
     exactness: str
     device: str
     check: dict[str, float]
+    taken_over: dict[str, int] = field(default_factory=dict)
+    rounded_anew: dict[str, int] = field(default_factory=dict)
 
     @property
     def resident_graph(self) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
+from outrider.export.quantize import SYMMETRIC, BlockLayout, Integers
 
 _SLAB_BYTES = 32 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -26,6 +27,30 @@ class TokenizerFiles:
     chat_template: str | None
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class QuantizedType:
+    """How a file holds a matrix that is quantized.
+
+    ``name`` is the format's own ("Q4_K", "gptq 4-bit"). ``bits`` are those of its integers, 0 where they are not in
+    blocks along the inputs or not integers; ``layout`` is what blocks of them need.
+    """
+
+    name: str
+    bits: int = 0
+    layout: BlockLayout = SYMMETRIC
+
+
+class Quantized(Protocol):
+    """A matrix of a checkpoint as its file holds it."""
+
+    @property
+    def type(self) -> QuantizedType: ...
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """Rows ``start`` to ``stop``; only where the type has bits."""
+        ...
 
 
 class Checkpoint(Protocol):
@@ -46,25 +71,36 @@ class Checkpoint(Protocol):
         """Rows ``start`` to ``stop`` of the first axis, as float32 (exact for fp16 and bf16, dequantized for GGUF)."""
         ...
 
+    def quantized(self, name: str) -> Quantized | None:
+        """The matrix as the file holds it, or None where that is not quantized."""
+        ...
+
     def tokenizer(self) -> TokenizerFiles: ...
 
 
 def read_rows(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[NDArray[np.float32]]:
     """The first ``rows`` rows of a tensor in slabs of bounded size, so that memory does not grow with the tensor."""
+    for start, stop in slab_bounds(checkpoint, name, rows):
+        yield finite(checkpoint, name, checkpoint.read(name, start, stop))
+
+
+def slab_bounds(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[tuple[int, int]]:
+    """First row of each slab, and the row behind its last."""
     shape = checkpoint.shape(name)
     assert shape is not None, name
     step = max(1, _SLAB_BYTES // (4 * int(np.prod(shape[1:], dtype=np.int64))))
     for start in range(0, rows, step):
-        yield _finite(checkpoint, name, checkpoint.read(name, start, min(rows, start + step)))
+        yield start, min(rows, start + step)
 
 
 def read_all(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
     shape = checkpoint.shape(name)
     assert shape is not None, name
-    return _finite(checkpoint, name, checkpoint.read(name, 0, shape[0]))
+    return finite(checkpoint, name, checkpoint.read(name, 0, shape[0]))
 
 
-def _finite(checkpoint: Checkpoint, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+def finite(checkpoint: Checkpoint, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``values``. Raises OutriderError where some are NaN or Inf."""
     if not (np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0))):
         raise OutriderError(
             f"{checkpoint.path}: tensor {name} holds values that are not finite (NaN or Inf); its training went wrong, "

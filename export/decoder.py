@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,12 +25,13 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 from outrider.export.attention import FusedLowering, Lowering, NormWeights, StandardLowering
-from outrider.export.checkpoint import Checkpoint, read_all, read_rows
+from outrider.export.checkpoint import Checkpoint, Quantized, read_all
 from outrider.export.graph import GraphBuilder
 from outrider.export.matrices import Matrix, Table, store_matrix, store_table
 from outrider.export.precision import BITS, PRECISIONS_OF, check_head_precision, embeds_apart, float_type
 from outrider.export.quantize import BLOCK_SIZE
 from outrider.export.spec import DecoderSpec
+from outrider.export.takeover import Slab, common_layout, floats, matrix_slabs, taken_over
 from outrider.export.weights import Weights
 
 Progress = Callable[[str], None]
@@ -258,27 +260,25 @@ class _Decoder:
         stems = [self.spec.stem(role, layer) for role in roles]
         shapes = [self.spec.linear_shape(role) for role in roles]
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        how = (self.lowering.name, self.precision)
+        own = [taken_over(self.checkpoint, f"{stem}.weight", *how) for stem in stems]
         slabs = chain.from_iterable(
-            self._rows(role, f"{stem}.weight", shape[0]) for role, stem, shape in zip(roles, stems, shapes, strict=True)
+            self._rows(role, f"{stem}.weight", shape[0], part)
+            for role, stem, shape, part in zip(roles, stems, shapes, own, strict=True)
         )
-        shape, how = (outputs, inputs), (self.lowering.name, self.precision)
-        matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how)
+        shape = (outputs, inputs)
+        matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how, common_layout(own))
         return matrix.matmul(x, name, self._bias(roles, stems, shapes, name))
 
-    def _rows(self, role: str, name: str, rows: int) -> Iterator[NDArray[np.float32]]:
-        """A projection's tensor slab by slab, or whole where its rows are in another order; read when it is wanted."""
-        order = self.spec.row_order(role)
-        if order is None:
-            yield from read_rows(self.checkpoint, name, rows)
-        else:
-            yield read_all(self.checkpoint, name)[order]
+    def _rows(self, role: str, name: str, rows: int, own: Quantized | None = None) -> Iterator[Slab]:
+        return matrix_slabs(self.checkpoint, name, rows, self.spec.row_order(role), own)
 
     def _bias(self, roles: tuple[str, ...], stems: list[str], shapes: list[tuple[int, int]], name: str) -> str | None:
         has = [self.checkpoint.shape(f"{stem}.bias") is not None for stem in stems]
         if not any(has):
             return None
         parts = [
-            np.concatenate(list(self._rows(role, f"{stem}.bias", shape[0])))
+            np.concatenate(list(floats(self._rows(role, f"{stem}.bias", shape[0]))))
             if there
             else np.zeros(shape[0], np.float32)
             for role, stem, shape, there in zip(roles, stems, shapes, has, strict=True)
@@ -286,8 +286,8 @@ class _Decoder:
         return self._store_vector(f"{name}.bias", np.concatenate(parts))
 
     def _embedding(self) -> Table:
-        how = (self.lowering.name, self.head_precision)
-        return store_table(self.graph, *self._vocab_matrix(self.spec.embedding), *how)
+        rounded = not embeds_apart(self.lowering.name, self.head_precision)
+        return store_table(self.graph, *self._vocab_matrix(self.spec.embedding, rounded))
 
     def _learned_positions(self, stem: str) -> str:
         """Rows of the table for the rows of the pass.
@@ -306,12 +306,13 @@ class _Decoder:
         return graph.node("Gather", [weight, self.lowering.positions()], "position_rows", axis=0)
 
     def _head(self) -> Matrix:
-        how = (self.lowering.name, self.head_precision)
-        return store_matrix(self.graph, *self._vocab_matrix(self.spec.head), *how)
+        return store_matrix(self.graph, *self._vocab_matrix(self.spec.head, rounded=True))
 
-    def _vocab_matrix(self, stem: str) -> tuple[str, tuple[int, int], Iterator[NDArray[np.float32]]]:
-        shape = (self.spec.vocab_size, self.spec.hidden_size)
-        return f"{stem}.weight", shape, read_rows(self.checkpoint, f"{stem}.weight", shape[0])
+    def _vocab_matrix(self, stem: str, rounded: bool) -> tuple[Any, ...]:
+        name, shape = f"{stem}.weight", (self.spec.vocab_size, self.spec.hidden_size)
+        how = (self.lowering.name, self.head_precision)
+        own = taken_over(self.checkpoint, name, *how) if rounded else None
+        return name, shape, matrix_slabs(self.checkpoint, name, shape[0], None, own), *how, common_layout([own])
 
     def _store_vector(self, name: str, values: NDArray[np.float32]) -> str:
         return self.graph.weight(name, self.graph.float_dtype, values.shape, [values])

@@ -16,11 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.export.checkpoint import TokenizerFiles
+from outrider.export.checkpoint import Quantized, QuantizedType, TokenizerFiles
+from outrider.export.gguf_blocks import TYPES, GGUFMatrix, read_integers
 from outrider.export.gguf_config import ROPE_TENSORS, config_from_metadata
 from outrider.export.gguf_tokenizer import tokenizer_from_metadata
+from outrider.export.quantize import Integers
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_FLOATS = ("F32", "F16", "BF16")
 _ROTARY_ORDER = ("llama", "granite", "smollm3")  # whose queries and keys llama.cpp rotates pair by pair
 
 
@@ -59,13 +62,23 @@ class GGUFCheckpoint:
 
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         tensor = self._tensors[self._gguf_name(name)]
-        heads = self._rotary_heads(name)
-        if heads is None:
-            return self._dequantize(tensor, start, stop)
-        size = int(tensor.shape[-1]) // heads  # whole heads around the wanted rows
-        first, last = start // size * size, -(-stop // size) * size
-        rows = _undo_rotary_order(self._dequantize(tensor, first, last), (last - first) // size)
-        return rows[start - first : stop - first]
+        first, last, order = self._file_rows(name, start, stop)
+        rows = self._dequantize(tensor, first, last)
+        return rows if order is None else np.ascontiguousarray(rows[order])
+
+    def quantized(self, name: str) -> Quantized | None:
+        tensor = self._tensors.get(self._gguf_name(name))
+        if tensor is None or len(tensor.shape) < 2 or tensor.tensor_type.name in _FLOATS:
+            return None
+        kind = tensor.tensor_type.name
+
+        def integers(start: int, stop: int) -> Integers:
+            first, last, order = self._file_rows(name, start, stop)
+            rows = read_integers(tensor.data[first:last], kind)
+            self._forget_pages()
+            return rows if order is None else rows.rows(order)
+
+        return GGUFMatrix(TYPES.get(kind, QuantizedType(kind)), integers)
 
     def tokenizer(self) -> TokenizerFiles:
         with _damage_named(self.path):
@@ -77,10 +90,13 @@ class GGUFCheckpoint:
         if len(tensor.shape) == 1:  # one row, whatever the bytes of its type
             return gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)[start:stop]
         rows = gguf.dequantize(tensor.data[start:stop], tensor.tensor_type).astype(np.float32, copy=True)
-        # The reader maps the whole file; pages already read need not stay in memory.
+        self._forget_pages()
+        return rows
+
+    def _forget_pages(self) -> None:
+        """The reader maps the whole file; pages already read need not stay in memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             cast(mmap.mmap, self._reader.data.base).madvise(mmap.MADV_DONTNEED)
-        return rows
 
     def _vector(self, name: str) -> NDArray[np.float32]:
         return self._dequantize(self._tensors[name], 0, int(self._tensors[name].shape[0]))
@@ -88,6 +104,16 @@ class GGUFCheckpoint:
     def _gguf_name(self, name: str) -> str:
         translated = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         return str(translated or name)
+
+    def _file_rows(self, name: str, start: int, stop: int) -> tuple[int, int, NDArray[np.int64] | None]:
+        """Rows of the file's tensor around the wanted ones, and where in them these are; None for all in order."""
+        heads = self._rotary_heads(name)
+        if heads is None:
+            return start, stop, None
+        size = int(self._tensors[self._gguf_name(name)].shape[-1]) // heads  # whole heads around the wanted rows
+        first, last = start // size * size, -(-stop // size) * size
+        order = _undo_rotary_order(np.arange(last - first), (last - first) // size)
+        return first, last, order[start - first : stop - first]
 
     def _rotary_heads(self, name: str) -> int | None:
         """The number of heads whose rows llama.cpp interleaves in this tensor, or None."""
@@ -118,7 +144,6 @@ def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
-def _undo_rotary_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def _undo_rotary_order(rows: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
     """From llama.cpp's order (pairs side by side) to Hugging Face's (halves apart), head by head."""
-    shaped = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(shaped.swapaxes(1, 2)).reshape(rows.shape)
+    return rows.reshape(heads, len(rows) // heads // 2, 2).swapaxes(1, 2).reshape(-1)

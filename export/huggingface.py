@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.export.checkpoint import TokenizerFiles
+from outrider.export.checkpoint import Quantized, TokenizerFiles
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -52,6 +52,9 @@ class HuggingFaceCheckpoint:
             # Of columns, too, only what is asked for comes into memory.
             rows = tensor[:, start:stop].T if self._transposed(name) else tensor[start:stop]
         return np.ascontiguousarray(rows, dtype=np.float32)
+
+    def quantized(self, name: str) -> Quantized | None:
+        return None
 
     def _stored_name(self, name: str) -> str:
         """Files that were saved without the language model's head lack the first part of their tensors' names."""

@@ -24,6 +24,7 @@ from outrider.export.precision import float_type
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 from outrider.export.stored import as_stored
+from outrider.export.takeover import provenance
 from outrider.export.weights import CountedWeights, SharedWeights, WeightFile, Weights
 from outrider.export.widen import widened_engine
 
@@ -158,6 +159,7 @@ class ModelExport:
             exactness="unprobed",
             device="",
             check={},
+            **provenance(self.spec, self.checkpoint, self.lowering, self.precision, self.head_precision),
         )
 
 

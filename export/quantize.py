@@ -1,7 +1,8 @@
-"""Rounding weights: rows of a matrix in blocks of integers or in fp8, and back."""
+"""Rounding weights: rows of a matrix in blocks of integers or in fp8, and back; integers that a file already holds."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -13,15 +14,69 @@ ACCURACY_INT8 = 4  # MatMulNBits: activations are quantized to int8 per block of
 _LARGEST_FP8 = 448
 
 
-class Blocks(NamedTuple):
-    """Rows of a matrix in blocks along their inputs, as ``MatMulNBits`` takes them: (value - 2 ** (bits - 1)) * scale.
+class Integers(NamedTuple):
+    """Rows of a matrix as a quantized checkpoint holds them: (values - zero_points) * scales + offsets.
 
-    ``packed`` is uint8 ``[n, blocks, BLOCK_SIZE * bits / 8]``, two int4 a byte, the first in the low half; ``scales``
-    is ``[n, blocks]``. The last block is padded.
+    ``values`` is int8 ``[n, k]``, symmetric around 0 but for the lowest value; all else is ``[n, blocks]``, of 16 or
+    ``BLOCK_SIZE`` inputs each: scales and offsets float32, zero points int8.
+    """
+
+    values: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    zero_points: NDArray[np.int8] | None = None
+    offsets: NDArray[np.float32] | None = None
+
+    def rows(self, order: Any) -> Integers:
+        """Those that ``order`` takes from the rows."""
+        parts: list[Any] = [None if part is None else np.ascontiguousarray(part[order]) for part in self]
+        return Integers(*parts)
+
+
+class Blocks(NamedTuple):
+    """Rows of a matrix in blocks along their inputs, as ``MatMulNBits`` takes them: (value - zero_point) * scale.
+
+    ``packed`` is uint8 ``[n, blocks, block_size * bits / 8]``, two int4 a byte, the first in the low half; ``scales``
+    is ``[n, blocks]``. The last block is padded. ``zero_points``, uint8 ``[n, blocks]``, are 2 ** (bits - 1) where
+    there are none. ``offsets``, float32 ``[n, blocks]``, are to be added to every value of a block.
     """
 
     packed: NDArray[np.uint8]
     scales: NDArray[Any]
+    zero_points: NDArray[np.uint8] | None = None
+    offsets: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """What all blocks of a matrix have: inputs a block, and whether zero points and offsets are stored."""
+
+    block_size: int = BLOCK_SIZE
+    zero_points: bool = False
+    offsets: bool = False
+
+
+SYMMETRIC = BlockLayout()
+
+
+def pack_blocks(rows: Integers, bits: int) -> Blocks:
+    """Integers of at most ``bits`` bits, without rounding."""
+    middle = 1 << (bits - 1)
+    values = (rows.values.astype(np.int16) + middle).astype(np.uint8)
+    packed: NDArray[Any] = values[:, 0::2] | values[:, 1::2] << 4 if bits == 4 else values
+    zero_points = None if rows.zero_points is None else (rows.zero_points.astype(np.int16) + middle).astype(np.uint8)
+    return Blocks(packed.reshape(*rows.scales.shape, -1), rows.scales, zero_points, rows.offsets)
+
+
+def conform(blocks: Blocks, bits: int, layout: BlockLayout) -> Blocks:
+    """The same values in a layout that can hold them: scales repeated, default zero points and offsets filled in."""
+    n, count = blocks.scales.shape
+    times = blocks.packed.shape[2] * 8 // bits // layout.block_size
+    parts: list[Any] = [None if part is None else part.reshape(n, count).repeat(times, axis=1) for part in blocks[1:]]
+    if layout.zero_points and parts[1] is None:
+        parts[1] = np.full(parts[0].shape, 1 << (bits - 1), np.uint8)
+    if layout.offsets and parts[2] is None:
+        parts[2] = np.zeros(parts[0].shape, np.float32)
+    return Blocks(blocks.packed.reshape(n, count * times, -1), *parts)
 
 
 def quantize_blocks(rows: NDArray[np.float32], bits: int) -> Blocks:
@@ -35,11 +90,14 @@ def quantize_blocks(rows: NDArray[np.float32], bits: int) -> Blocks:
 
 
 def dequantize_blocks(blocks: Blocks, bits: int, inputs: int) -> NDArray[np.float32]:
-    """The inverse of ``quantize_blocks``: ``[n, inputs]``."""
+    """The inverse of ``quantize_blocks`` and ``pack_blocks``: ``[n, inputs]``."""
     packed = blocks.packed
     values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1) if bits == 4 else packed
-    centred = values.astype(np.float32) - (1 << (bits - 1))
-    return np.asarray((centred * blocks.scales[..., None]).reshape(len(packed), -1)[:, :inputs])
+    zero_points = np.float32(1 << (bits - 1)) if blocks.zero_points is None else blocks.zero_points[..., None]
+    rows = (values.astype(np.float32) - zero_points) * blocks.scales[..., None]
+    if blocks.offsets is not None:
+        rows = rows + blocks.offsets[..., None]
+    return np.asarray(rows.reshape(len(packed), -1)[:, :inputs])
 
 
 def quantize_fp8(rows: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float16]]:

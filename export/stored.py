@@ -12,6 +12,7 @@ from outrider.export.checkpoint import Checkpoint, TokenizerFiles
 from outrider.export.precision import BITS, embeds_apart
 from outrider.export.quantize import dequantize_blocks, quantize_blocks, quantize_fp8
 from outrider.export.spec import DecoderSpec
+from outrider.export.takeover import taken_over
 
 _APART = "apart:"  # before the name of the embedding, where the reference shall read it as ``embeds_apart`` says
 
@@ -19,14 +20,19 @@ _APART = "apart:"  # before the name of the embedding, where the reference shall
 class StoredCheckpoint:
     """A checkpoint as it comes back from its storage: what is rounded is rounded, all else as it was.
 
+    What is taken over from a quantized file is not rounded.
+
     Args:
         others: the precision of tensors that have one of their own, by stem.
     """
 
-    def __init__(self, checkpoint: Checkpoint, precision: str, others: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, lowering: str, precision: str, others: dict[str, str] | None = None
+    ) -> None:
         self.path = checkpoint.path
         self.config = checkpoint.config
         self._checkpoint = checkpoint
+        self._lowering = lowering
         self._precision = precision
         self._others = others or {}
 
@@ -35,6 +41,9 @@ class StoredCheckpoint:
 
     def unread(self, names: set[str]) -> list[str]:
         return self._checkpoint.unread(names)
+
+    def quantized(self, name: str) -> None:
+        return None
 
     def tokenizer(self) -> TokenizerFiles:
         return self._checkpoint.tokenizer()
@@ -49,6 +58,8 @@ class StoredCheckpoint:
         if precision == "fp8":
             values, scales = quantize_fp8(rows)
             return values.astype(np.float32) * scales[:, None].astype(np.float32)
+        if taken_over(self._checkpoint, name, self._lowering, precision):
+            return rows
         bits = BITS[precision]
         return dequantize_blocks(quantize_blocks(rows, bits), bits, rows.shape[1])
 
@@ -64,4 +75,4 @@ def as_stored(
         others[spec.position_table] = "bf16" if precision == "bf16" else "fp32"
     if embeds_apart(lowering, head_precision):
         spec = replace(spec, embedding=_APART + spec.embedding)
-    return spec, StoredCheckpoint(checkpoint, precision, others)
+    return spec, StoredCheckpoint(checkpoint, lowering, precision, others)

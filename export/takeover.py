@@ -1,0 +1,92 @@
+"""Matrices that a quantized checkpoint holds as the engine would: taken over as they are, not rounded a second time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.export.checkpoint import Checkpoint, Quantized, finite, read_rows, slab_bounds
+from outrider.export.precision import BITS, embeds_apart
+from outrider.export.quantize import BLOCK_SIZE, SYMMETRIC, BlockLayout, Integers
+from outrider.export.spec import DecoderSpec
+
+Slab = NDArray[np.float32] | Integers
+
+
+def taken_over(checkpoint: Checkpoint, name: str, lowering: str, precision: str) -> Quantized | None:
+    """The matrix as the file holds it where it goes into the engine like that, else None.
+
+    Its integers must fit. Offsets cost a product more: they are worth it where the other way is to round to as many
+    bits as the file has, not where there are bits to spare. TensorRT takes scales of 32 inputs, and nothing more.
+    """
+    matrix = checkpoint.quantized(name) if precision in BITS else None
+    if matrix is None or not 0 < matrix.type.bits <= BITS[precision]:
+        return None
+    layout = matrix.type.layout
+    if lowering == "standard":
+        return matrix if layout == SYMMETRIC else None
+    return matrix if not layout.offsets or matrix.type.bits == BITS[precision] else None
+
+
+def common_layout(parts: Iterable[Quantized | None]) -> BlockLayout:
+    """What holds all parts of one matrix; those that are rounded anew fit into every layout."""
+    layouts = [part.type.layout for part in parts if part is not None]
+    return BlockLayout(
+        min((layout.block_size for layout in layouts), default=BLOCK_SIZE),
+        any(layout.zero_points for layout in layouts),
+        any(layout.offsets for layout in layouts),
+    )
+
+
+def matrix_slabs(
+    checkpoint: Checkpoint, name: str, rows: int, order: NDArray[np.int64] | None, own: Quantized | None
+) -> Iterator[Slab]:
+    """The first ``rows`` rows slab by slab, or all at once where they have another ``order``; integers of ``own``."""
+    if own is None:
+        slabs = read_rows(checkpoint, name, rows)
+        yield from slabs if order is None else [np.concatenate(list(slabs))[order]]
+    elif order is not None:
+        yield _finite(checkpoint, name, own.integers(0, rows)).rows(order)
+    else:
+        for start, stop in slab_bounds(checkpoint, name, rows):
+            yield _finite(checkpoint, name, own.integers(start, stop))
+
+
+def _finite(checkpoint: Checkpoint, name: str, rows: Integers) -> Integers:
+    for part in (rows.scales, rows.offsets):
+        if part is not None:
+            finite(checkpoint, name, part)
+    return rows
+
+
+def floats(slabs: Iterable[Slab]) -> Iterator[NDArray[np.float32]]:
+    """Slabs of a matrix of which nothing is taken over."""
+    for slab in slabs:
+        assert not isinstance(slab, Integers)
+        yield slab
+
+
+def provenance(
+    spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str, head_precision: str
+) -> dict[str, dict[str, int]]:
+    """How many matrices of each type are the file's own, and how many were rounded anew.
+
+    Empty for checkpoints that are not quantized, and of matrices that are stored in float.
+    """
+    counts: dict[str, Counter[str]] = {"taken_over": Counter(), "rounded_anew": Counter()}
+    any_quantized = False
+    for name, shape in spec.expected_shapes():
+        stem = name.removesuffix(".weight")
+        ends = stem in (spec.embedding, spec.head)
+        apart = stem == spec.embedding and not spec.tied and embeds_apart(lowering, head_precision)
+        stored = head_precision if ends else precision
+        if len(shape) < 2 or apart or stored not in (*BITS, "fp8"):
+            continue
+        matrix = checkpoint.quantized(name)
+        any_quantized |= matrix is not None
+        how = "rounded_anew" if taken_over(checkpoint, name, lowering, stored) is None else "taken_over"
+        counts[how]["float" if matrix is None else matrix.type.name] += 1
+    return {how: dict(count) if any_quantized else {} for how, count in counts.items()}
