@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Quantized, TokenizerFiles
+from outrider.export.packed import FLOATS, packed_matrices
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -18,7 +19,7 @@ _SINGLE = "model.safetensors"
 _BUFFERS = tuple(f".{module}.{name}" for module in ("attention", "attn") for name in ("bias", "masked_bias"))
 # Of the families that store these ``[inputs, outputs]``, and are read as all others.
 _TRANSPOSED = {"gpt2": tuple(f".{name}.weight" for name in ("c_attn", "c_fc", "c_proj"))}
-_DTYPES = ("F32", "F16", "BF16")
+_FP8 = "F8_E4M3"
 _TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -30,35 +31,38 @@ class HuggingFaceCheckpoint:
         if not (path / "config.json").is_file():
             raise OutriderError(f"{path} has no config.json; pass the folder of a Hugging Face checkpoint")
         self.config: dict[str, Any] = _read_json(path / "config.json")
-        if self.config.get("quantization_config"):
-            raise OutriderError(
-                f"{path}: quantized checkpoints (quantization_config in config.json) are not supported; "
-                "export from the original weights"
-            )
         self._file_of = self._index()
-        self._shapes = self._read_shapes()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        dtypes = self._read_headers()
+        self._packed = packed_matrices(self.config, path, self._shapes, self._tensor)
+        self._check_dtypes(dtypes)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        shape = self._shapes.get(self._stored_name(name))
+        stored = self._stored_name(name)
+        if stored in self._packed:
+            return self._packed[stored].shape
+        shape = self._shapes.get(stored)
         return shape[::-1] if shape and self._transposed(name) else shape
 
     def unread(self, names: set[str]) -> list[str]:
-        return sorted(self._shapes.keys() - {self._stored_name(name) for name in names})
+        parts = {part for matrix in self._packed.values() for part in matrix.parts}
+        present = self._shapes.keys() - parts | self._packed.keys()
+        return sorted(present - {self._stored_name(name) for name in names})
 
     def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        stored = self._stored_name(name)
-        with _open(self._file_of[stored]) as file:
-            tensor = file.get_slice(stored)
-            # Of columns, too, only what is asked for comes into memory.
-            rows = tensor[:, start:stop].T if self._transposed(name) else tensor[start:stop]
-        return np.ascontiguousarray(rows, dtype=np.float32)
+        stored, rows = self._stored_name(name), slice(start, stop)
+        if stored in self._packed:
+            return self._packed[stored].read(start, stop)
+        # Of columns, too, only what is asked for comes into memory.
+        part = self._tensor(stored, slice(None), rows).T if self._transposed(name) else self._tensor(stored, rows)
+        return np.ascontiguousarray(part, dtype=np.float32)
 
     def quantized(self, name: str) -> Quantized | None:
-        return None
+        return self._packed.get(self._stored_name(name))
 
     def _stored_name(self, name: str) -> str:
         """Files that were saved without the language model's head lack the first part of their tensors' names."""
-        return name if name in self._shapes else name.partition(".")[2]
+        return name if name in self._shapes or name in self._packed else name.partition(".")[2]
 
     def _transposed(self, name: str) -> bool:
         return name.endswith(_TRANSPOSED.get(str(self.config.get("model_type")), ()))
@@ -120,29 +124,55 @@ class HuggingFaceCheckpoint:
                 raise OutriderError(f"{path} is missing, and {_INDEX} names it; download the shard again")
         return files
 
-    def _read_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
+    def _tensor(self, name: str, *index: slice) -> NDArray[Any]:
+        """A tensor or a part of it as its file has it."""
+        with _open(self._file_of[name]) as file:
+            if file.get_slice(name).get_dtype() == _FP8:
+                return _fp8_rows(self._file_of[name], name, *index)
+            return np.asarray(file.get_slice(name)[index] if index else file.get_tensor(name))
+
+    def _read_headers(self) -> dict[str, str]:
+        """The dtypes; shapes go to their place."""
+        dtypes = {}
         for path in sorted(set(self._file_of.values())):
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     if name.endswith(_BUFFERS):
                         continue
-                    if name in shapes:
+                    if name in self._shapes:
                         raise OutriderError(
                             f"{path} has a tensor {name}, and so has another file; one of the files is not of this "
                             "checkpoint: remove it, or download all again"
                         )
                     entry = file.get_slice(name)
-                    shapes[name] = tuple(entry.get_shape())
-                    if entry.get_dtype() not in _DTYPES:
-                        raise OutriderError(
-                            f"{path}: tensor {name} has type {entry.get_dtype()}; types that can be read: "
-                            f"{', '.join(_DTYPES)}"
-                        )
+                    self._shapes[name] = tuple(entry.get_shape())
+                    dtypes[name] = entry.get_dtype()
         for name, path in self._file_of.items():
-            if name not in shapes and not name.endswith(_BUFFERS):
+            if name not in self._shapes and not name.endswith(_BUFFERS):
                 raise OutriderError(f"{path} has no tensor {name}, and {_INDEX} names it; download the shard again")
-        return shapes
+        return dtypes
+
+    def _check_dtypes(self, dtypes: dict[str, str]) -> None:
+        packed = {part: kinds for matrix in self._packed.values() for part, kinds in matrix.parts.items()}
+        for name, dtype in dtypes.items():
+            fitting = packed.get(name, FLOATS)
+            if dtype not in fitting:
+                raise OutriderError(
+                    f"{self._file_of[name]}: tensor {name} has type {dtype}; types that can be read: "
+                    f"{', '.join(fitting)}"
+                )
+
+
+def _fp8_rows(path: Path, name: str, rows: slice) -> NDArray[Any]:
+    """Rows of a matrix in float8_e4m3fn, of which numpy, and so safetensors, knows nothing."""
+    import ml_dtypes
+
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(size))[name]
+    shape, offset = entry["shape"], 8 + size + entry["data_offsets"][0]
+    content = np.memmap(path, np.uint8, "r", offset, tuple(shape))
+    return np.array(content[rows]).view(ml_dtypes.float8_e4m3fn)
 
 
 def _open(path: Path) -> Any:
