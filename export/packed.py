@@ -71,6 +71,7 @@ def packed_matrices(config: dict[str, Any], path: Path, shapes: Shapes, tensor: 
         if name.endswith(suffix):
             weight = name.removesuffix(suffix)
             _need(shapes, path, name, weight)
+            _check_scales(path, name, shapes[name], shapes[weight], tile)
             matrices[weight] = _Fp8(weight, name, shapes[weight], tile, tensor)
     return matrices
 
@@ -109,6 +110,18 @@ def _tile(size: Any, path: Path) -> tuple[int, int]:
     if not isinstance(size, list) or len(size) != 2 or not all(isinstance(part, int) and part > 0 for part in size):
         raise OutriderError(f"{path / 'config.json'}: a block of the quantized weights is {size!r}, not two sizes")
     return size[0], size[1]
+
+
+def _check_scales(
+    path: Path, name: str, scales: tuple[int, ...], weight: tuple[int, ...], tile: tuple[int, int]
+) -> None:
+    outputs, inputs = weight if len(weight) == 2 else (0, 0)
+    fitting = [(), (1,), (1, 1), (outputs,), (outputs, 1), (-(-outputs // tile[0]), -(-inputs // tile[1]))]
+    if not outputs or scales not in fitting:
+        raise OutriderError(
+            f"{path}: tensor {name} has shape {list(scales)}, which fits no weight of {list(weight)} in blocks of "
+            f"{list(tile)}"
+        )
 
 
 def _unknown(path: Path, what: str) -> OutriderError:
@@ -252,7 +265,7 @@ class _Fp8:
         if scales.size == 1:
             return np.asarray(rows * scales.reshape(()))
         scales = scales.reshape(len(scales), -1)
-        if len(scales) < self.shape[0]:
+        if len(scales) != self.shape[0]:
             scales = scales.repeat(self.tile[0], axis=0)
         if scales.shape[1] > 1:
             scales = scales.repeat(self.tile[1], axis=1)[:, : self.shape[1]]

@@ -89,4 +89,4 @@ def provenance(
         any_quantized |= matrix is not None
         how = "rounded_anew" if taken_over(checkpoint, name, lowering, stored) is None else "taken_over"
         counts[how]["float" if matrix is None else matrix.type.name] += 1
-    return {how: dict(count) if any_quantized else {} for how, count in counts.items()}
+    return {how: dict(sorted(count.items())) if any_quantized else {} for how, count in counts.items()}

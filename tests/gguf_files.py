@@ -81,7 +81,7 @@ def quantized(name: str, tensor: Array, kind: str) -> Array:
     rng = np.random.default_rng(len(name))
     blocks = rng.integers(0, 256, (*tensor.shape[:-1], tensor.shape[-1] // 256, size), np.uint8)
     for at in scales:
-        values = rng.uniform(0.001, 0.01, blocks.shape[:-1]).astype(np.float16)
+        values = rng.uniform(2e-5, 1e-4, blocks.shape[:-1]).astype(np.float16)
         blocks[..., at : at + 2] = values[..., None].view(np.uint8)
     return blocks.reshape(*tensor.shape[:-1], -1)
 
@@ -94,10 +94,12 @@ def write_gguf(
     factors: Array | None = None,
     extra: dict[str, float | str] | None = None,
     vectors_too: bool = False,
+    others: dict[str, str] | None = None,
 ) -> dict[str, Array]:
     """``folder`` as llama.cpp's converter would write it; returns each matrix as written, dequantized by ``gguf``.
 
-    ``extra`` metadata is added; ``vectors_too`` writes norms and biases in ``kind`` as well, as no converter does.
+    ``extra`` metadata is added; ``vectors_too`` writes norms and biases in ``kind`` as well, as no converter does;
+    ``others`` are the types of tensors whose names have a part.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
@@ -127,7 +129,8 @@ def write_gguf(
         if tensor.ndim == 1 and not vectors_too:
             writer.add_tensor(gguf_name(name), tensor)
             continue
-        content, raw_type = quantized(name, tensor, kind), gguf.GGMLQuantizationType[kind]
+        own = next((other for part, other in (others or {}).items() if part in name), kind)
+        content, raw_type = quantized(name, tensor, own), gguf.GGMLQuantizationType[own]
         written[name] = hf_order(name, gguf.dequantize(content, raw_type))
         writer.add_tensor(gguf_name(name), content, raw_dtype=raw_type)
     writer.write_header_to_file()

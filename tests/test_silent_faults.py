@@ -28,14 +28,6 @@ def refuse(checkpoint: Path, tmp_path: Path, words: str) -> None:
     assert not (tmp_path / "bundle").exists()
 
 
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    """Their integers would be taken for weights, by the engine and by its reference alike."""
-    path = write_tiny(tmp_path / "tiny")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    refuse(path, tmp_path, "quantization_config")
-
-
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, ml_dtypes.float8_e4m3fn])
 def test_weights_of_another_type_are_refused(tmp_path: Path, dtype: Any) -> None:
     path = write_tiny(tmp_path / "tiny")
