@@ -48,6 +48,11 @@ class Quantized(Protocol):
     @property
     def type(self) -> QuantizedType: ...
 
+    @property
+    def order(self) -> NDArray[np.int64] | None:
+        """Which input each column of the integers is for, where their blocks are not of neighbours (``[inputs]``)."""
+        ...
+
     def integers(self, start: int, stop: int) -> Integers:
         """Rows ``start`` to ``stop``; only where the type has bits."""
         ...

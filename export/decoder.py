@@ -31,7 +31,7 @@ from outrider.export.matrices import Matrix, Table, store_matrix, store_table
 from outrider.export.precision import BITS, PRECISIONS_OF, check_head_precision, embeds_apart, float_type
 from outrider.export.quantize import BLOCK_SIZE
 from outrider.export.spec import DecoderSpec
-from outrider.export.takeover import Slab, common_layout, floats, matrix_slabs, taken_over
+from outrider.export.takeover import Slab, common_layout, floats, matrix_slabs, same_order, taken_over
 from outrider.export.weights import Weights
 
 Progress = Callable[[str], None]
@@ -262,6 +262,12 @@ class _Decoder:
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
         how = (self.lowering.name, self.precision)
         own = [taken_over(self.checkpoint, f"{stem}.weight", *how) for stem in stems]
+        if not same_order(own):
+            parts = [self._linear(x, (role,), layer, f"{name}.{role}") for role in roles]
+            return self.graph.node("Concat", parts, name, axis=2)
+        if own[0] is not None and own[0].order is not None:
+            order = self.graph.weight(f"{name}.order", np.int64, (inputs,), [own[0].order])
+            x = self.graph.node("Gather", [x, order], f"{name}.ordered", axis=2)
         slabs = chain.from_iterable(
             self._rows(role, f"{stem}.weight", shape[0], part)
             for role, stem, shape, part in zip(roles, stems, shapes, own, strict=True)

@@ -35,6 +35,9 @@ class PackedMatrix(Protocol):
     def type(self) -> QuantizedType: ...
 
     @property
+    def order(self) -> NDArray[np.int64] | None: ...
+
+    @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
@@ -175,11 +178,16 @@ class _Grouped:
     @cached_property
     def type(self) -> QuantizedType:
         name = f"{self.method} {self.bits}-bit"
-        if self.shape[1] % BLOCK_SIZE or (self._groups.reshape(-1, BLOCK_SIZE) != self._block_groups[:, None]).any():
-            # With GPTQ's act-order, neighbours among the inputs are of any groups.
-            return QuantizedType(f"{name} with groups across the inputs")
+        groups = self._groups if self.order is None else self._groups[self.order]
+        if not _in_blocks(groups):
+            return QuantizedType(f"{name} with uneven groups")
         symmetric = bool((self._zero_points(0, self.shape[0]) == 1 << (self.bits - 1)).all())
         return QuantizedType(name, self.bits, BlockLayout(zero_points=not symmetric))
+
+    @cached_property
+    def order(self) -> NDArray[np.int64] | None:
+        """With GPTQ's act-order, the inputs of a group are anywhere."""
+        return None if _in_blocks(self._groups) else np.argsort(self._groups, kind="stable")
 
     def read(self, start: int, stop: int) -> NDArray[np.float32]:
         values = self._values(start, stop).astype(np.float32)
@@ -188,11 +196,13 @@ class _Grouped:
 
     def integers(self, start: int, stop: int) -> Integers:
         middle = 1 << (self.bits - 1)
-        values = (self._values(start, stop).astype(np.int16) - middle).astype(np.int8).T
+        order: Any = slice(None) if self.order is None else self.order
+        blocks = self._groups[order][::BLOCK_SIZE]
+        values = (self._values(start, stop).astype(np.int16) - middle).astype(np.int8)[order].T
         points = None
         if self.type.layout.zero_points:
-            points = (self._zero_points(start, stop) - middle).astype(np.int8)[self._block_groups].T
-        return Integers(np.ascontiguousarray(values), self._scales(start, stop)[self._block_groups].T, points)
+            points = (self._zero_points(start, stop) - middle).astype(np.int8)[blocks].T
+        return Integers(np.ascontiguousarray(values), self._scales(start, stop)[blocks].T, points)
 
     @cached_property
     def _groups(self) -> NDArray[np.int64]:
@@ -205,10 +215,6 @@ class _Grouped:
         elif inputs % count == 0:
             return np.arange(inputs) // (inputs // count)
         raise OutriderError(f"{self.path}: {self.stem} has {count} groups for {inputs} inputs; download it again")
-
-    @property
-    def _block_groups(self) -> NDArray[np.int64]:
-        return self._groups[::BLOCK_SIZE]
 
     def _values(self, start: int, stop: int) -> NDArray[np.uint8]:
         """``[inputs, outputs]``"""
@@ -236,6 +242,11 @@ class _Grouped:
         return values.reshape(len(words), -1)[:, start - first * size : stop - first * size]
 
 
+def _in_blocks(groups: NDArray[np.int64]) -> bool:
+    """Whether the inputs of each block are of one group."""
+    return len(groups) % BLOCK_SIZE == 0 and bool((groups.reshape(-1, BLOCK_SIZE) == groups[::BLOCK_SIZE, None]).all())
+
+
 def _unpack(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     """The values of each word, the lowest bits first: one axis more."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
@@ -253,6 +264,7 @@ class _Fp8:
     tensor: Tensor
 
     type = QuantizedType("fp8")
+    order = None
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,12 @@ def taken_over(checkpoint: Checkpoint, name: str, lowering: str, precision: str)
     if lowering == "standard":
         return matrix if layout == SYMMETRIC else None
     return matrix if not layout.offsets or matrix.type.bits == BITS[precision] else None
+
+
+def same_order(parts: Sequence[Quantized | None]) -> bool:
+    """Whether all parts take their inputs in the same order, as one product must."""
+    orders = {None if part is None or part.order is None else part.order.tobytes() for part in parts}
+    return len(orders) == 1
 
 
 def common_layout(parts: Iterable[Quantized | None]) -> BlockLayout:

@@ -41,12 +41,11 @@ def grid(rng: np.random.Generator, shape: tuple[int, int], bits: int, group: int
 
 def gptq(stem: str, parts: Tensors, bits: int, shift: int) -> Tensors:
     zeros = (parts["zeros"] - shift) % (1 << bits)
-    groups = parts["zeros"].shape[1]
     return {
         f"{stem}.qweight": np.ascontiguousarray(words(parts["values"], bits).T),
         f"{stem}.qzeros": words(zeros.T, bits),
         f"{stem}.scales": np.ascontiguousarray(parts["scales"].T),
-        f"{stem}.g_idx": np.arange(parts["values"].shape[1], dtype=np.int32) * groups // parts["values"].shape[1],
+        f"{stem}.g_idx": parts["groups"].astype(np.int32),
     }
 
 
@@ -76,10 +75,14 @@ def write_packed(
     bits: int = 4,
     group: int = 32,
     symmetric: bool = False,
+    act_order: str = "",
     keep: str = "lm_head",
     settings: dict[str, Any] | None = None,
 ) -> Tensors:
-    """``folder`` with random quantized projections, all but those named ``keep``; returns every matrix in float32."""
+    """``folder`` with random quantized projections, all but those named ``keep``; returns every matrix in float32.
+
+    With ``act_order`` the inputs of a group are anywhere: ``shared`` by matrices of the same inputs, or not (``own``).
+    """
     rng, source = np.random.default_rng(7), open_checkpoint(str(folder))
     tensors: Tensors = {}
     matrices: Tensors = {}
@@ -92,9 +95,13 @@ def write_packed(
             packed, matrices[name] = fp8(rng, stem, tensor.shape, 24)
         else:
             parts = grid(rng, tensor.shape, bits, min(group, tensor.shape[1]), symmetric)
-            packed = awq(stem, parts) if method == "awq" else gptq(stem, parts, bits, method == "gptq")
             size = tensor.shape[1] // parts["zeros"].shape[1]
-            zeros, scales = (parts[part].repeat(size, axis=1) for part in ("zeros", "scales"))
+            parts["groups"] = np.arange(tensor.shape[1]) // size
+            if act_order:
+                seed = tensor.shape[1] if act_order == "shared" else len(matrices)
+                parts["groups"] = np.random.default_rng(seed).permutation(parts["groups"])
+            packed = awq(stem, parts) if method == "awq" else gptq(stem, parts, bits, method == "gptq")
+            zeros, scales = (parts[part][:, parts["groups"]] for part in ("zeros", "scales"))
             matrices[name] = (parts["values"] - zeros).astype(np.float32) * scales.astype(np.float32)
         tensors |= packed
     path.mkdir()

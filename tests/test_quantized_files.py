@@ -40,6 +40,8 @@ PACKED: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "gptq": ("gptq", {}, "int4", "fused", "gptq 4-bit"),
     "gptq_v2": ("gptq_v2", {"settings": {"checkpoint_format": "gptq_v2"}}, "int4", "fused", "gptq 4-bit"),
     "gptq-symmetric": ("gptq", {"symmetric": True, "group": 64}, "int4", "standard", "gptq 4-bit"),
+    "gptq-act-order": ("gptq", {"act_order": "shared"}, "int4", "fused", "gptq 4-bit"),
+    "gptq-act-orders": ("gptq", {"act_order": "own"}, "int4", "fused", "gptq 4-bit"),
     "gptq-whole-rows": ("gptq", {"group": 1 << 20}, "int4", "fused", "gptq 4-bit"),
     "gptq8": ("gptq", {"bits": 8}, "int8", "fused", "gptq 8-bit"),
     "awq": ("awq", {"group": 64}, "int4", "fused", "awq 4-bit"),
@@ -77,6 +79,7 @@ def engine_matrices(bundle: Path) -> Tensors:
     """The matrices of a graph that are stored in blocks, expanded as its operators are specified."""
     graph = onnx.load(bundle / "target" / "model.onnx").graph
     tensors = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    gathered = {node.output[0]: node.input[1] for node in graph.node if node.op_type == "Gather"}
     matrices = {}
     for node in graph.node:
         settings = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
@@ -89,6 +92,8 @@ def engine_matrices(bundle: Path) -> Tensors:
             weight = (values(tensors[node.input[1]], bits) - zeros) * scales
             if f"{node.input[1]}.offsets" in tensors:
                 weight = weight + tensors[f"{node.input[1]}.offsets"].repeat(size, axis=1)
+            if node.input[0] in gathered:
+                weight = weight[:, np.argsort(tensors[gathered[node.input[0]]])]
             matrices[node.input[1]] = weight
         elif node.op_type == "DequantizeLinear":
             weight, scales = (tensors[name].astype(np.float32) for name in node.input)
@@ -108,7 +113,9 @@ def assert_taken_over(bundle: Path, expected: Tensors, layers: int = 1, rtol: fl
             "mlp.output": ["mlp.down_proj"],
         }.items():
             matrix = np.concatenate([expected[f"{inside}.{part}.weight"] for part in parts])
-            stored = found[f"layer.{layer}.{name}.weight"]
+            stem, roles = f"layer.{layer}.{name}", [part.partition(".")[2].partition("_")[0] for part in parts]
+            own = [found[f"{stem}.{role}.weight"] for role in roles if f"{stem}.{role}.weight" in found]
+            stored = np.concatenate(own or [found[f"{stem}.weight"]])
             np.testing.assert_allclose(stored, matrix, rtol=0, atol=rtol * np.abs(matrix).max(), err_msg=name)
 
 
@@ -128,10 +135,12 @@ def test_a_matrix_is_what_its_library_says(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(checkpoint.read("linear.weight", 5, 22), expected[5:22])
     matrix = checkpoint.quantized("linear.weight")
     assert matrix is not None
-    assert matrix.type.bits == {"gptq4": 4, "gptq8": 8, "awq": 4}.get(case, 0)
+    assert matrix.type.bits == {"gptq8": 8, "fp8": 0}.get(case.partition("-")[0], 4)
+    assert (matrix.order is not None) == ("act-order" in case)
     if matrix.type.bits:
         blocks = pack_blocks(matrix.integers(5, 22), matrix.type.bits)
-        np.testing.assert_array_equal(dequantize_blocks(blocks, matrix.type.bits, 64), expected[5:22])
+        order = slice(None) if matrix.order is None else matrix.order
+        np.testing.assert_array_equal(dequantize_blocks(blocks, matrix.type.bits, 64), expected[5:22, order])
 
 
 @pytest.mark.parametrize("case", PACKED)
