@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Quantized, TokenizerFiles
-from outrider.export.packed import FLOATS, packed_matrices
+from outrider.export.grouped import FLOATS
+from outrider.export.packed import packed_matrices
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -44,7 +44,7 @@ def checked(path: Path, workdir: Path, precision: str, spec: DecoderSpec) -> dic
     ids: NDArray[np.int64] = np.random.default_rng(0).integers(0, 320, 24)
     expected = stored = reference_logits(spec, checkpoint, ids)
     if precision in BITS:
-        stored = reference_logits(spec, StoredCheckpoint(checkpoint, precision), ids)
+        stored = reference_logits(spec, StoredCheckpoint(checkpoint, "fused", precision), ids)
     return check_engine(engine, ids.tolist(), expected, stored, precision, path)
 
 

@@ -26,11 +26,15 @@ from outrider.runtime import Pipeline
 
 GOLDEN = Path(__file__).parent / "golden" / "quantized.npz"  # made by golden/make_quantized.py
 CHANNELS = {"config_groups": {"all": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}}
+INTEGERS = {"format": "pack-quantized", "config_groups": {"all": {"weights": {"num_bits": 4, "type": "int"}}}}
 GOLDEN_CASES: dict[str, dict[str, Any]] = {
     "gptq4": {"quant_method": "gptq", "bits": 4},
     "gptq8": {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq"},
     "gptq4-act-order": {"quant_method": "gptq", "bits": 4, "desc_act": True},
     "awq": {"quant_method": "awq", "version": "gemm"},
+    "packed": {"quant_method": "compressed-tensors", **INTEGERS},
+    "packed-asymmetric": {"quant_method": "compressed-tensors", **INTEGERS},
+    "packed-channel": {"quant_method": "compressed-tensors", **INTEGERS},
     "fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]},
     "fp8-channel": {"quant_method": "compressed-tensors", **CHANNELS},
     "fp8-tensor": {"quant_method": "compressed-tensors", **CHANNELS},
@@ -221,7 +225,7 @@ def test_smollm2_is_the_files_own(smollm2_int4: Pipeline) -> None:
         ({"quant_method": "fp8", "weight_block_size": 128}, "a block of the quantized weights is 128, not two sizes"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
-            "says compressed-tensors with weights of 4-bit int",
+            "says compressed-tensors with None weights of 4-bit int",
         ),
     ],
 )

@@ -64,6 +64,21 @@ def awq() -> dict[str, torch.Tensor]:
     return {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales, "weight": weight}
 
 
+def packed(symmetric: bool, size: int) -> dict[str, torch.Tensor]:
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    groups = torch.arange(INPUTS) // size
+    linear, scales, zeros = grouped(4, groups)
+    zeros = torch.zeros_like(zeros) if symmetric else zeros - 8
+    kind = {"group_size": size, "strategy": "group"} if size < INPUTS else {"strategy": "channel"}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=symmetric, **kind))
+    parts = {"weight": linear.weight.data, "weight_scale": scales, "weight_zero_point": zeros.to(torch.int8)}
+    parts = PackedQuantizationCompressor.compress(parts, scheme)
+    weight = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+    return parts | {"weight": weight.float()}
+
+
 def fp8(scale: torch.Tensor, block: list[int] | None = None) -> dict[str, torch.Tensor]:
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -90,6 +105,9 @@ def main() -> None:
         "fp8": fp8(torch.rand(OUTPUTS // 16, INPUTS // 16) * 0.01, [16, 16]),
         "fp8-channel": fp8(torch.rand(OUTPUTS, 1) * 0.01),
         "fp8-tensor": fp8(torch.rand(1) * 0.01),
+        "packed": packed(symmetric=True, size=GROUP),
+        "packed-asymmetric": packed(symmetric=False, size=GROUP),
+        "packed-channel": packed(symmetric=True, size=INPUTS),
     }
     arrays = {
         f"{case}/{name}": part.contiguous().numpy() for case, parts in cases.items() for name, part in parts.items()
