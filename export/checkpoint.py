@@ -49,7 +49,7 @@ class Quantized(Protocol):
     def type(self) -> QuantizedType: ...
 
     @property
-    def order(self) -> NDArray[np.int64] | None:
+    def input_order(self) -> NDArray[np.int64] | None:
         """Which input each column of the integers is for, where their blocks are not of neighbours (``[inputs]``)."""
         ...
 

@@ -31,7 +31,7 @@ from outrider.export.matrices import Matrix, Table, store_matrix, store_table
 from outrider.export.precision import BITS, PRECISIONS_OF, check_head_precision, embeds_apart, float_type
 from outrider.export.quantize import BLOCK_SIZE
 from outrider.export.spec import DecoderSpec
-from outrider.export.takeover import Slab, common_layout, floats, matrix_slabs, same_order, taken_over
+from outrider.export.takeover import Slab, common_layout, common_order, floats, matrix_slabs, taken_over
 from outrider.export.weights import Weights
 
 Progress = Callable[[str], None]
@@ -262,18 +262,16 @@ class _Decoder:
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
         how = (self.lowering.name, self.precision)
         own = [taken_over(self.checkpoint, f"{stem}.weight", *how) for stem in stems]
-        if not same_order(own):
+        same, order = common_order(own)
+        if not same:
             parts = [self._linear(x, (role,), layer, f"{name}.{role}") for role in roles]
             return self.graph.node("Concat", parts, name, axis=2)
-        if own[0] is not None and own[0].order is not None:
-            order = self.graph.weight(f"{name}.order", np.int64, (inputs,), [own[0].order])
-            x = self.graph.node("Gather", [x, order], f"{name}.ordered", axis=2)
         slabs = chain.from_iterable(
             self._rows(role, f"{stem}.weight", shape[0], part)
             for role, stem, shape, part in zip(roles, stems, shapes, own, strict=True)
         )
         shape = (outputs, inputs)
-        matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how, common_layout(own))
+        matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how, common_layout(own), order)
         return matrix.matmul(x, name, self._bias(roles, stems, shapes, name))
 
     def _rows(self, role: str, name: str, rows: int, own: Quantized | None = None) -> Iterator[Slab]:
@@ -293,7 +291,13 @@ class _Decoder:
 
     def _embedding(self) -> Table:
         rounded = not embeds_apart(self.lowering.name, self.head_precision)
-        return store_table(self.graph, *self._vocab_matrix(self.spec.embedding, rounded))
+        *what, order = self._vocab_matrix(self.spec.embedding, rounded)
+        if order is not None:
+            raise OutriderError(
+                f"{self.checkpoint.path}: {self.spec.embedding} is an embedding with act-order, whose rows cannot be "
+                "looked up; use --head-precision fp32"
+            )
+        return store_table(self.graph, *what)
 
     def _learned_positions(self, stem: str) -> str:
         """Rows of the table for the rows of the pass.
@@ -318,7 +322,8 @@ class _Decoder:
         name, shape = f"{stem}.weight", (self.spec.vocab_size, self.spec.hidden_size)
         how = (self.lowering.name, self.head_precision)
         own = taken_over(self.checkpoint, name, *how) if rounded else None
-        return name, shape, matrix_slabs(self.checkpoint, name, shape[0], None, own), *how, common_layout([own])
+        slabs = matrix_slabs(self.checkpoint, name, shape[0], None, own)
+        return name, shape, slabs, *how, common_layout([own]), own.input_order if own else None
 
     def _store_vector(self, name: str, values: NDArray[np.float32]) -> str:
         return self.graph.weight(name, self.graph.float_dtype, values.shape, [values])

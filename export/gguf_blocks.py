@@ -21,7 +21,7 @@ class GGUFMatrix:
 
     type: QuantizedType
     integers: Callable[[int, int], Integers]
-    order = None
+    input_order = None
 
 
 def read_integers(rows: Bytes, kind: str) -> Integers:

@@ -74,14 +74,14 @@ class Grouped(ABC):
     @cached_property
     def type(self) -> QuantizedType:
         name = f"{self.method} {self.bits}-bit"
-        groups = self._groups if self.order is None else self._groups[self.order]
+        groups = self._groups if self.input_order is None else self._groups[self.input_order]
         if not _in_blocks(groups):
             return QuantizedType(f"{name} with uneven groups")
         symmetric = bool((self.zero_points(0, self.shape[0]) == 1 << (self.bits - 1)).all())
         return QuantizedType(name, self.bits, BlockLayout(zero_points=not symmetric))
 
     @cached_property
-    def order(self) -> NDArray[np.int64] | None:
+    def input_order(self) -> NDArray[np.int64] | None:
         """With GPTQ's act-order, the inputs of a group are anywhere."""
         return None if _in_blocks(self._groups) else np.argsort(self._groups, kind="stable")
 
@@ -92,7 +92,7 @@ class Grouped(ABC):
 
     def integers(self, start: int, stop: int) -> Integers:
         middle = 1 << (self.bits - 1)
-        order: Any = slice(None) if self.order is None else self.order
+        order: Any = slice(None) if self.input_order is None else self.input_order
         blocks = self._groups[order][::BLOCK_SIZE]
         values = (self.values(start, stop).astype(np.int16) - middle).astype(np.int8)[order].T
         points = None

@@ -151,6 +151,19 @@ class BlockMatrix:
         return self._graph.constant("minus_one", [-1])
 
 
+class OrderedMatrix:
+    """A matrix whose inputs are stored in another order (int64 ``[inputs]``: which one is where)."""
+
+    def __init__(self, graph: GraphBuilder, name: str, matrix: Matrix, order: NDArray[np.int64]):
+        self._graph = graph
+        self._matrix = matrix
+        self._order = graph.weight(f"{name}.order", np.int64, order.shape, [order])
+
+    def matmul(self, x: str, name: str, bias: str | None = None) -> str:
+        ordered = self._graph.node("Gather", [x, self._order], f"{name}.ordered", axis=2)
+        return self._matrix.matmul(ordered, name, bias)
+
+
 class DequantizedMatrix:
     """int4 in blocks, or fp8 with one scale an output: symmetric, and expanded where it is multiplied."""
 
@@ -201,15 +214,20 @@ def store_matrix(
     lowering: str,
     precision: str,
     layout: BlockLayout = SYMMETRIC,
+    order: NDArray[np.int64] | None = None,
 ) -> Matrix:
     """Write a matrix to the weights file in ``precision``, one of ``PRECISIONS_OF[lowering]``.
 
     Args:
         slabs: rows to be rounded, and integers of ``layout`` that are stored as they are (``takeover``).
+        order: of the inputs of these integers, where it is another.
     """
+    matrix: Matrix
     if embeds_apart(lowering, precision):
-        return DequantizedMatrix(graph, name, shape, slabs, precision)
-    return store_table(graph, name, shape, slabs, lowering, precision, layout)
+        matrix = DequantizedMatrix(graph, name, shape, slabs, precision)
+    else:
+        matrix = store_table(graph, name, shape, slabs, lowering, precision, layout)
+    return matrix if order is None else OrderedMatrix(graph, name, matrix, order)
 
 
 def store_table(

@@ -29,7 +29,7 @@ class PackedMatrix(Protocol):
     def type(self) -> QuantizedType: ...
 
     @property
-    def order(self) -> NDArray[np.int64] | None: ...
+    def input_order(self) -> NDArray[np.int64] | None: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -157,7 +157,7 @@ class _Fp8:
     tensor: Tensor
 
     type = QuantizedType("fp8")
-    order = None
+    input_order = None
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:

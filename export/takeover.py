@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +31,10 @@ def taken_over(checkpoint: Checkpoint, name: str, lowering: str, precision: str)
     return matrix if not layout.offsets or matrix.type.bits == BITS[precision] else None
 
 
-def same_order(parts: Sequence[Quantized | None]) -> bool:
-    """Whether all parts take their inputs in the same order, as one product must."""
-    orders = {None if part is None or part.order is None else part.order.tobytes() for part in parts}
-    return len(orders) == 1
+def common_order(parts: Iterable[Quantized | None]) -> tuple[bool, NDArray[np.int64] | None]:
+    """Whether all parts have their inputs in the same order, as in one matrix they must; and which (None: as it is)."""
+    orders = [None if part is None else part.input_order for part in parts]
+    return len({None if order is None else order.tobytes() for order in orders}) == 1, orders[0]
 
 
 def common_layout(parts: Iterable[Quantized | None]) -> BlockLayout:

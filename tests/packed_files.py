@@ -76,10 +76,10 @@ def write_packed(
     group: int = 32,
     symmetric: bool = False,
     act_order: str = "",
-    keep: str = "lm_head",
+    embedding: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> Tensors:
-    """``folder`` with random quantized projections, all but those named ``keep``; returns every matrix in float32.
+    """``folder`` with random quantized matrices, the ``embedding`` too or not; returns every matrix in float32.
 
     With ``act_order`` the inputs of a group are anywhere: ``shared`` by matrices of the same inputs, or not (``own``).
     """
@@ -88,7 +88,7 @@ def write_packed(
     matrices: Tensors = {}
     for name in tensor_names(folder):
         stem, tensor = name.removesuffix(".weight"), read_all(source, name)
-        if tensor.ndim == 1 or "embed" in name or keep in name:
+        if tensor.ndim == 1 or ("embed" in name and not embedding):
             tensors[name] = tensor
             continue
         if method == "fp8":
