@@ -89,7 +89,7 @@ def provenance(
         ends = stem in (spec.embedding, spec.head)
         apart = stem == spec.embedding and not spec.tied and embeds_apart(lowering, head_precision)
         stored = head_precision if ends else precision
-        if len(shape) < 2 or apart or stored not in (*BITS, "fp8"):
+        if len(shape) < 2 or apart or stem == spec.position_table or stored not in (*BITS, "fp8"):
             continue
         matrix = checkpoint.quantized(name)
         any_quantized |= matrix is not None
