@@ -159,8 +159,11 @@ class ModelExport:
             exactness="unprobed",
             device="",
             check={},
-            **provenance(self.spec, self.checkpoint, self.lowering, self.precision, self.head_precision),
+            **self._provenance(),
         )
+
+    def _provenance(self) -> dict[str, dict[str, int]]:
+        return provenance(self.spec, self.checkpoint, self.lowering, self.precision, self.head_precision)
 
 
 def cache_capacity(max_length: int) -> int:

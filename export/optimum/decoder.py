@@ -81,6 +81,9 @@ class TracedExport(ModelExport):
         with _about(self.checkpoint.path):
             return emit(self._rewritten, self.spec.architecture, weights, self.precision, progress)
 
+    def _provenance(self) -> dict[str, dict[str, int]]:
+        return {}  # Optimum reads no quantized checkpoints
+
     def _references(self, ids: list[int], threads: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """By the graph as Optimum wrote it, and by the same over the weights as stored."""
         from outrider.export.optimum.matrix import matrices_of
