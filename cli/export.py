@@ -31,6 +31,13 @@ from outrider.engines.errors import OutriderError
 @click.option("--lowering", default="fused", show_default=True, help="fused (ONNX Runtime) or standard (opset 24).")
 @click.option("--via", help="optimum: for an architecture without a file here (docs/export.md).")
 @click.option("--head-precision", help="Of embedding and head.  [default: the same]")
+@click.option(
+    "--tensor-precision",
+    type=options.tensor_precision,
+    metavar="PATTERN=P,...",
+    default="",
+    help="Of the target's matrices of these names, such as '*.down_proj=int8'.",
+)
 @click.option("--draft-precision", help="Of the draft.  [default: the same]")
 @click.option("--draft-lowering", help="Of the draft, as for one that runs on another device.  [default: the same]")
 @click.option(
@@ -54,6 +61,7 @@ def export(
     lowering: str,
     via: str | None,
     head_precision: str | None,
+    tensor_precision: dict[str, str],
     draft_precision: str | None,
     draft_lowering: str | None,
     tiers: tuple[int, ...],
@@ -70,7 +78,7 @@ def export(
         raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
 
     settings = ExportOptions(
-        precision, lowering, tiers, max_length, draft_precision, draft_lowering, head_precision, via
+        precision, lowering, tiers, max_length, draft_precision, draft_lowering, head_precision, tensor_precision, via
     )
     start = time.perf_counter()
     with options.progress_bar(100, "export") as bar:
@@ -108,18 +116,21 @@ def _described(out: Path, model: ModelInfo) -> str:
     size, check = (out / model.weights).stat().st_size / 1e6, model.check
     stored = "the target's weights" if model.graph == CUT_GRAPH else f"{size:.1f} MB"
     compared = "" if check["layers"] == model.num_layers else f" (its first and last of {model.num_layers} layers)"
+    # Of a few layers alone it would be no model's.
+    perplexity = "" if compared else f"perplexity {check['perplexity']:.4g} ({check['perplexity_checkpoint']:.4g}), "
     return (
-        f"{model.architecture}, {model.num_layers} layers, {_precision(model)}, {stored}; against "
-        f"the checkpoint{compared}: logits within {check['max_difference']:.2g}, KL {check['kl']:.2g} "
-        f"({check['kl_stored']:.1g} from the weights as stored), "
-        f"argmax equal {check['same_argmax']:.0%}; rows {describe_rows(model.exactness, model.min_rows)}"
-        f"{_provenance(model)}"
+        f"{model.architecture}, {model.num_layers} layers, {_precision(model)}, {stored}; over {check['tokens']:.0f} "
+        f"tokens against the checkpoint{compared}: {perplexity}greedy agreement {check['same_argmax']:.1%}, "
+        f"KL {check['kl']:.2g} ({check['kl_stored']:.1g} from the weights as stored), logits within "
+        f"{check['max_difference']:.2g}; rows {describe_rows(model.exactness, model.min_rows)}{_provenance(model)}"
     )
 
 
 def _precision(model: ModelInfo) -> str:
-    head = model.head_precision
-    return model.precision if head == model.precision else f"{model.precision} with a head in {head}"
+    others = [f"{pattern} in {precision}" for pattern, precision in model.tensor_precision.items()]
+    if model.head_precision != model.precision:
+        others.insert(0, f"a head in {model.head_precision}")
+    return model.precision if not others else f"{model.precision} with {', '.join(others)}"
 
 
 def _provenance(model: ModelInfo) -> str:

@@ -37,6 +37,15 @@ def standard_input() -> TextIO:
     return sys.stdin
 
 
+def tensor_precision(value: str) -> dict[str, str]:
+    """``PATTERN=PRECISION,...``, the type of an option."""
+    parts = [part.strip().rpartition("=") for part in value.split(",")] if value else []
+    for pattern, _, precision in parts:
+        if not pattern or not precision:
+            raise click.BadParameter(f"{value!r} is not PATTERN=PRECISION,... such as *.down_proj=int8")
+    return {pattern: precision for pattern, _, precision in parts}
+
+
 tiers = integers("whole numbers such as 2,4,8")
 threads: Decorator = click.option(
     "--threads", type=click.IntRange(min=1), help="Threads of each engine.  [default: all processors]"

@@ -41,8 +41,9 @@ class ModelInfo:
 
     ``capacity`` is the number of cache positions a sequence owns; ``exactness`` and ``min_rows`` are what the row probe
     found on ``device`` (see ``probe.py``), ``unprobed`` where none could run; ``check`` is the comparison with the
-    checkpoint. Of a quantized checkpoint, ``taken_over`` counts by type the matrices that are the file's own, and
-    ``rounded_anew`` those that are not.
+    checkpoint. ``tensor_precision`` are the precisions of matrices that have one of their own, by pattern of names. Of
+    a quantized checkpoint, ``taken_over`` counts by type the matrices that are the file's own, and ``rounded_anew``
+    those that are not.
     """
 
     graph: str
@@ -60,6 +61,7 @@ class ModelInfo:
     exactness: str
     device: str
     check: dict[str, float]
+    tensor_precision: dict[str, str] = field(default_factory=dict)
     taken_over: dict[str, int] = field(default_factory=dict)
     rounded_anew: dict[str, int] = field(default_factory=dict)
 

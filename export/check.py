@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,55 @@ from outrider.engines.errors import OutriderError
 # for float products the largest difference of a logit. Products with blocks round their inputs to int8.
 _KL_LIMITS = {"fp32": 1e-6, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.1, "int4": 0.1}
 _LOGIT_LIMITS = {"fp32": 1e-2, "fp16": 0.5, "bf16": 0.5}
+_ROWS = 64  # of a pass: logits of a large vocabulary are large
+
+
+def check_text() -> str:
+    """What every export is compared over: prose, dialogue, code, facts, letters; written for it, about 2300 tokens."""
+    return Path(__file__).with_name("check.txt").read_text(encoding="utf-8")
+
+
+class Comparison(NamedTuple):
+    """An engine beside a reference over one sequence.
+
+    ``kl`` is the mean over positions of the Kullback-Leibler divergence of the engine's next-token law from the
+    reference's (nats), ``max_difference`` that of a logit, ``same_argmax`` the share of positions where both would
+    choose the same token greedily; perplexities are of the sequence's own tokens from the second on.
+    """
+
+    kl: float
+    max_difference: float
+    same_argmax: float
+    perplexity: float
+    reference_perplexity: float
+
+
+def compare(engine: Engine, ids: Sequence[int], reference: NDArray[np.float32]) -> Comparison:
+    """Run an engine over ``ids``, two or more, and compare with logits ``reference``, ``[len(ids), vocab_size]``."""
+    tokens = np.asarray(ids, np.int64)
+    # More passes than one: what is wrong with a cache that is not empty shows in the second.
+    rows = min(_ROWS, max(2, -(-len(tokens) // 2)))
+    plan = engine.plan(rows, rows)
+    parts = []  # of the passes: sums over their positions
+    difference = 0.0
+    for start in range(0, len(tokens), rows):
+        given, following = tokens[start : start + rows], tokens[start + 1 : start + rows + 1]
+        found = plan.run(given[None], np.full(1, start, np.int32))[0]
+        expected = reference[start : start + rows]
+        difference = np.maximum(difference, np.abs(expected - found).max())  # not a number where one is not
+        law, other = _log_softmax(expected), _log_softmax(found)
+        divergence = (np.exp(law) * (law - other)).sum()
+        same = (expected.argmax(axis=-1) == found.argmax(axis=-1)).sum()
+        parts.append([divergence, same, *(_log_likelihood(part, following) for part in (other, law))])
+    total_kl, total_same, log_likelihood, reference_log_likelihood = np.sum(parts, axis=0)
+    kl = float(total_kl / len(tokens))
+    return Comparison(
+        kl=kl if np.isnan(kl) else max(kl, 0.0),
+        max_difference=float(difference),
+        same_argmax=float(total_same / len(tokens)),
+        perplexity=float(np.exp(-log_likelihood / (len(tokens) - 1))),
+        reference_perplexity=float(np.exp(-reference_log_likelihood / (len(tokens) - 1))),
+    )
 
 
 def check_engine(
@@ -22,53 +72,49 @@ def check_engine(
     ids: Sequence[int],
     expected: NDArray[np.float32],
     stored: NDArray[np.float32],
-    precision: str,
+    precisions: Iterable[str],
     source: Path,
 ) -> dict[str, float]:
-    """Compare logits over a short text, in a pass over its first half and one behind it, with a reference's.
+    """Compare logits over a text with a reference's.
 
     Args:
         expected: of the checkpoint; how far the engine is from it is the loss of the precision, and is only reported.
-        stored: of the checkpoint as stored in the precision; how far the engine is from it must be within limits.
+        stored: of the checkpoint as stored, for all of ``ids`` or the first of them; how far the engine is from it
+            must be within limits.
+        precisions: all that some matrix is stored in, the model's first.
 
     Returns:
-        ``max_difference`` (logits), ``kl`` (mean over positions, nats), ``same_argmax`` (share of positions) against
-        the checkpoint; ``kl_stored`` against the weights as stored.
+        ``tokens``, and of ``Comparison`` with the checkpoint ``perplexity``, ``perplexity_checkpoint``, ``kl``,
+        ``same_argmax``, ``max_difference``; ``kl_stored`` is that from the weights as stored.
 
     Raises:
         OutriderError: the difference is over the limit of the precision, or not a number.
     """
-    half = len(ids) // 2
-    parts = [_logits(engine, part, start) for part, start in ((ids[:half], 0), (ids[half:], half)) if part]
-    found = np.concatenate(parts)
+    precision, *others = precisions
     # What expands its weights to float16 to multiply is as near to them as a float16 graph.
-    info = engine.info
-    products = ("fp16",) if info.cache_dtype == "float16" else (precision, info.head_precision)
-    kl, limit = _kl(stored, found), max(_KL_LIMITS[name] for name in products)
-    difference = float(np.abs(stored - found).max())
-    if not (kl <= limit and difference <= max(_LOGIT_LIMITS.get(name, np.inf) for name in products)):
+    products = ("fp16",) if engine.info.cache_dtype == "float16" else (precision, *others)
+    limit = max(_KL_LIMITS[name] for name in products)
+    near = compare(engine, ids[: len(stored)], stored)
+    if not (near.kl <= limit and near.max_difference <= max(_LOGIT_LIMITS.get(name, np.inf) for name in products)):
         raise OutriderError(
-            f"the {precision} engine is not the model in {source}: logits differ by up to {difference:.3g}, "
-            f"KL {kl:.3g} nats (limit {limit:g}); no bundle was written"
+            f"the {precision} engine is not the model in {source}: logits differ by up to {near.max_difference:.3g}, "
+            f"KL {near.kl:.3g} nats (limit {limit:g}); no bundle was written"
         )
+    loss = compare(engine, ids, expected)
     return {
-        "max_difference": float(np.abs(expected - found).max()),
-        "kl": _kl(expected, found),
-        "same_argmax": float((expected.argmax(axis=-1) == found.argmax(axis=-1)).mean()),
-        "kl_stored": kl,
+        "tokens": len(ids),
+        "perplexity": loss.perplexity,
+        "perplexity_checkpoint": loss.reference_perplexity,
+        "kl": loss.kl,
+        "same_argmax": loss.same_argmax,
+        "max_difference": loss.max_difference,
+        "kl_stored": near.kl,
     }
 
 
-def _logits(engine: Engine, ids: Sequence[int], start: int) -> NDArray[np.float32]:
-    rows = max(2, len(ids))
-    tokens = np.asarray(ids, np.int64)[None]
-    return np.array(engine.plan(rows, rows).run(tokens, np.full(1, start, np.int32))[0])
-
-
-def _kl(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
-    law, other = _log_softmax(expected), _log_softmax(found)
-    divergence = float((np.exp(law) * (law - other)).sum(axis=-1).mean())
-    return divergence if np.isnan(divergence) else max(divergence, 0.0)
+def _log_likelihood(log_law: NDArray[np.float64], following: NDArray[np.int64]) -> float:
+    """Of the tokens that follow; none follows the last."""
+    return float(log_law[np.arange(len(following)), following].sum())
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -28,7 +28,7 @@ from outrider.export.attention import FusedLowering, Lowering, NormWeights, Stan
 from outrider.export.checkpoint import Checkpoint, Quantized, read_all
 from outrider.export.graph import GraphBuilder
 from outrider.export.matrices import Matrix, Table, store_matrix, store_table
-from outrider.export.precision import BITS, PRECISIONS_OF, check_head_precision, embeds_apart, float_type
+from outrider.export.precision import BITS, PRECISIONS_OF, check_beside, embeds_apart, float_type
 from outrider.export.quantize import BLOCK_SIZE
 from outrider.export.spec import DecoderSpec
 from outrider.export.takeover import Slab, common_layout, common_order, floats, matrix_slabs, taken_over
@@ -46,6 +46,7 @@ def build_decoder(
     precision: str,
     capacity: int,
     head_precision: str | None = None,
+    tensor_precisions: dict[str, str] | None = None,
     progress: Progress = lambda stage: None,
 ) -> onnx.ModelProto:
     """Put the weights into ``weights`` and return the graph that refers to them.
@@ -54,6 +55,7 @@ def build_decoder(
         spec: its ``vocab_size`` may be smaller than the checkpoint's, whose further rows are cut off.
         capacity: cache positions a sequence.
         head_precision: of embedding and head; by default the same.
+        tensor_precisions: of projections that have one of their own, by stem; those of one product have the same.
         progress: called with the name of each part when it is written (embedding, each layer, head).
 
     Raises:
@@ -62,10 +64,13 @@ def build_decoder(
     if precision not in PRECISIONS_OF[lowering]:
         others, last = PRECISIONS_OF[lowering][:-1], PRECISIONS_OF[lowering][-1]
         raise OutriderError(f"--lowering {lowering} has no {precision}; use {', '.join(others)} or {last}")
-    head_precision = head_precision or precision
-    check_head_precision(lowering, precision, head_precision)
-    if precision in BITS:
-        _check_blocks(spec, checkpoint, lowering, precision)
+    head_precision, tensor_precisions = head_precision or precision, tensor_precisions or {}
+    check_beside("--head-precision", lowering, precision, head_precision)
+    for other in tensor_precisions.values():
+        check_beside("--tensor-precision", lowering, precision, other)
+    for name in (precision, head_precision, *tensor_precisions.values()):
+        if name in BITS:
+            _check_blocks(spec, checkpoint, lowering, name)
     if lowering == "fused" and spec.head_dim % FusedLowering.head_dim_multiple:
         raise OutriderError(
             f"{checkpoint.path}: head_dim is {spec.head_dim}, and --lowering fused needs a multiple of "
@@ -84,7 +89,8 @@ def build_decoder(
         lowered = FusedLowering(graph, spec, capacity, exact_rows=precision != "fp16")
     else:
         lowered = StandardLowering(graph, spec, capacity)
-    return _Decoder(graph, spec, checkpoint, lowered, precision, head_precision, capacity, progress).build()
+    precisions = (precision, head_precision, tensor_precisions)
+    return _Decoder(graph, spec, checkpoint, lowered, *precisions, capacity, progress).build()
 
 
 def _check_blocks(spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str) -> None:
@@ -109,6 +115,7 @@ class _Decoder:
         lowering: Lowering,
         precision: str,
         head_precision: str,
+        tensor_precisions: dict[str, str],
         capacity: int,
         progress: Progress,
     ) -> None:
@@ -118,6 +125,7 @@ class _Decoder:
         self.lowering = lowering
         self.precision = precision
         self.head_precision = head_precision
+        self.tensor_precisions = tensor_precisions
         self.capacity = capacity
         self.progress = progress
 
@@ -260,7 +268,7 @@ class _Decoder:
         stems = [self.spec.stem(role, layer) for role in roles]
         shapes = [self.spec.linear_shape(role) for role in roles]
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
-        how = (self.lowering.name, self.precision)
+        how = (self.lowering.name, self.tensor_precisions.get(stems[0], self.precision))
         own = [taken_over(self.checkpoint, f"{stem}.weight", *how) for stem in stems]
         same, order = common_order(own)
         if not same:
@@ -270,8 +278,9 @@ class _Decoder:
             self._rows(role, f"{stem}.weight", shape[0], part)
             for role, stem, shape, part in zip(roles, stems, shapes, own, strict=True)
         )
-        shape = (outputs, inputs)
-        matrix = store_matrix(self.graph, f"{name}.weight", shape, slabs, *how, common_layout(own), order)
+        matrix = store_matrix(
+            self.graph, f"{name}.weight", (outputs, inputs), slabs, *how, common_layout(own, how[1]), order
+        )
         return matrix.matmul(x, name, self._bias(roles, stems, shapes, name))
 
     def _rows(self, role: str, name: str, rows: int, own: Quantized | None = None) -> Iterator[Slab]:
@@ -323,7 +332,7 @@ class _Decoder:
         how = (self.lowering.name, self.head_precision)
         own = taken_over(self.checkpoint, name, *how) if rounded else None
         slabs = matrix_slabs(self.checkpoint, name, shape[0], None, own)
-        return name, shape, slabs, *how, common_layout([own]), own.input_order if own else None
+        return name, shape, slabs, *how, common_layout([own], how[1]), own.input_order if own else None
 
     def _store_vector(self, name: str, values: NDArray[np.float32]) -> str:
         return self.graph.weight(name, self.graph.float_dtype, values.shape, [values])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from outrider.engines.engine import PREFILL_CHUNK
 from outrider.engines.errors import OutriderError
 from outrider.export.architectures import decoder_spec
 from outrider.export.attention import LOWERINGS
+from outrider.export.check import check_text
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from outrider.export.folder import check_out, describe, left_bytes, new_bundle
 from outrider.export.layers import PREFIX, parse_layers
@@ -30,11 +31,8 @@ from outrider.export.optimum import (
     traces_beside,
 )
 from outrider.export.pair import check_pair, vocabulary
-from outrider.export.precision import PRECISIONS
+from outrider.export.precision import PRECISIONS, check_patterns
 from outrider.export.spec import DecoderSpec
-
-_CHECK_TEXT = "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon for the first time."
-_CHECK_TOKENS = 32
 
 Progress = Callable[[str, int, int], None]
 
@@ -44,7 +42,8 @@ class ExportOptions:
     """``tiers`` are the values of K, ``max_length`` the longest sequence (prompt and output, in tokens).
 
     A draft that runs on another device may need another precision and lowering; by default they are the target's.
-    ``head_precision`` is that of embedding and head, by default the same. ``via`` is ``optimum`` for models that
+    ``head_precision`` is that of embedding and head, by default the same; ``tensor_precision`` those of some of the
+    target's other matrices, by pattern (``precision.tensor_precisions``). ``via`` is ``optimum`` for models that
     Optimum traces (``export/optimum``), which settles the lowering.
     """
 
@@ -55,10 +54,12 @@ class ExportOptions:
     draft_precision: str | None = None
     draft_lowering: str | None = None
     head_precision: str | None = None
+    tensor_precision: dict[str, str] = field(default_factory=dict)
     via: str | None = None
 
     def __post_init__(self) -> None:
-        for precision in (self.precision, self.draft_precision, self.head_precision):
+        others = self.tensor_precision.values()
+        for precision in (self.precision, self.draft_precision, self.head_precision, *others):
             if precision is None:
                 continue
             if precision not in PRECISIONS:
@@ -67,7 +68,8 @@ class ExportOptions:
             if lowering not in LOWERINGS:
                 raise OutriderError(f"unknown lowering {lowering!r}; choose one of {', '.join(LOWERINGS)}")
         if self.via is not None:
-            check_traced_options(self.via, self.lowering, (self.precision, self.draft_precision), self.head_precision)
+            apart = {"--head-precision": self.head_precision, "--tensor-precision": self.tensor_precision}
+            check_traced_options(self.via, self.lowering, (self.precision, self.draft_precision), apart)
         if not self.tiers or min(self.tiers) < 1 or list(self.tiers) != sorted(set(self.tiers)):
             raise OutriderError(f"tiers {list(self.tiers)} must be rising whole numbers from 1 up, as in --k 2,4,8")
         if max(self.tiers) >= PREFILL_CHUNK:
@@ -85,9 +87,8 @@ class ExportOptions:
         precision, lowering = self.draft_precision or self.precision, self.draft_lowering or self.lowering
         # A draft of another kind is all of that kind.
         same = (precision, lowering) == (self.precision, self.lowering)
-        return replace(
-            self, precision=precision, lowering=lowering, head_precision=self.head_precision if same else None
-        )
+        head = self.head_precision if same else None
+        return replace(self, precision=precision, lowering=lowering, head_precision=head, tensor_precision={})
 
 
 def export_bundle(
@@ -133,7 +134,7 @@ def _export(
     _check_disk(out, jobs)
     with new_bundle(out, order, resume=resume) as work:
         steps = _Steps(progress, sum(job.steps for job in jobs.values()))
-        ids = Tokenizer.from_str(tokenizer.json).encode(_CHECK_TEXT).ids[:_CHECK_TOKENS]
+        ids = Tokenizer.from_str(tokenizer.json).encode(check_text()).ids
         models = {}
         for role, job in jobs.items():
             step = partial(steps.step, role)
@@ -194,7 +195,10 @@ def _model_export(
         raise OutriderError(
             f"{checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
         )
-    kind: Callable[..., ModelExport] = TracedExport if isinstance(spec, TracedDecoder) else ModelExport
+    kind: Callable[..., ModelExport] = TracedExport
+    if not isinstance(spec, TracedDecoder):
+        kind = ModelExport
+        check_patterns(spec, options.tensor_precision, checkpoint.path)
     return kind(
         graph=f"{role}/model.onnx",
         spec=spec,
@@ -202,6 +206,7 @@ def _model_export(
         lowering=options.lowering,
         precision=options.precision,
         head_precision=options.head_precision or options.precision,
+        tensor_precision=options.tensor_precision,
         tiers=options.tiers,
         # A draft of fewer positions serves as far as it reaches; behind that, decoding goes on plain.
         max_length=min(options.max_length, spec.max_positions),

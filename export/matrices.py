@@ -61,7 +61,7 @@ class FloatMatrix:
 
 
 class BlockMatrix:
-    """int4 or int8, a scale for each block of inputs of an output (``MatMulNBits``); symmetric, or by ``layout``.
+    """int4 or int8, a scale for each block of inputs of an output (``MatMulNBits``), and more by ``layout``.
 
     Offsets are a product of their own: every input of a block is multiplied by the same one, so its inputs are summed
     first. ``MatMulNBits`` takes zero points that are no integers too, in a kernel that is 60 times as slow and
@@ -75,7 +75,7 @@ class BlockMatrix:
         shape: tuple[int, int],
         slabs: Iterable[Slab],
         bits: int,
-        layout: BlockLayout = SYMMETRIC,
+        layout: BlockLayout,
     ):
         self._graph = graph
         self._shape = shape
@@ -213,7 +213,7 @@ def store_matrix(
     slabs: Iterable[Slab],
     lowering: str,
     precision: str,
-    layout: BlockLayout = SYMMETRIC,
+    layout: BlockLayout,
     order: NDArray[np.int64] | None = None,
 ) -> Matrix:
     """Write a matrix to the weights file in ``precision``, one of ``PRECISIONS_OF[lowering]``.
@@ -237,7 +237,7 @@ def store_table(
     slabs: Iterable[Slab],
     lowering: str,
     precision: str,
-    layout: BlockLayout = SYMMETRIC,
+    layout: BlockLayout,
 ) -> Table:
     """As ``store_matrix``, for an embedding."""
     if precision in BITS and not embeds_apart(lowering, precision):
@@ -250,7 +250,10 @@ def _packed(
 ) -> Iterator[NDArray[np.uint8]]:
     """The packed bytes slab by slab; all else, a small part of the whole, is kept for the caller."""
     for slab in slabs:
-        blocks = pack_blocks(slab, bits) if isinstance(slab, Integers) else quantize_blocks(slab, bits)
+        if isinstance(slab, Integers):
+            blocks = pack_blocks(slab, bits)
+        else:
+            blocks = quantize_blocks(slab, bits, zero_points=layout.zero_points and bits == 4)
         blocks = conform(blocks, bits, layout)
         rest.append(blocks._replace(packed=blocks.packed[:0].copy()))
         yield blocks.packed

@@ -20,7 +20,7 @@ from outrider.export.checkpoint import Checkpoint
 from outrider.export.decoder import build_decoder
 from outrider.export.graph import save_model
 from outrider.export.heads import with_heads
-from outrider.export.precision import float_type
+from outrider.export.precision import float_type, tensor_precisions
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 from outrider.export.stored import as_stored
@@ -30,6 +30,8 @@ from outrider.export.widen import widened_engine
 
 Progress = Callable[[str], None]
 _CHECKED_SHARE = 0.3  # of the memory: engines may pack a second copy of their weights
+_CHECK_TOKENS = 256  # enough for a perplexity, few enough to cost less than rounding the weights
+STORED_TOKENS = 32  # for "is it that model?"
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class ModelExport:
     """A checkpoint's model as it is to be written.
 
     ``graph`` is the path of its plain graph in the bundle, ``max_length`` the longest sequence that it serves in
-    tokens, ``tiers`` the values of K. With ``whole`` it is a part of the model of that graph, written before it in the
-    same folder, and has its weights.
+    tokens, ``tiers`` the values of K, ``tensor_precision`` the precisions of matrices that have one of their own, by
+    pattern (``precision.tensor_precisions``). With ``whole`` it is a part of the model of that graph, written before it
+    in the same folder, and has its weights.
     """
 
     graph: str
@@ -47,6 +50,7 @@ class ModelExport:
     lowering: str
     precision: str
     head_precision: str
+    tensor_precision: dict[str, str]
     tiers: tuple[int, ...]
     max_length: int
     whole: str | None = None
@@ -82,7 +86,7 @@ class ModelExport:
         return info
 
     def check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
-        """Compare the engine with the checkpoint over a text, and probe its rows.
+        """Compare the engine with the checkpoint over the start of a text, and probe its rows.
 
         Of a model too large for this machine's memory only the first layer and the last are checked, over the very
         weights that were written; ``check["layers"]`` says how many were.
@@ -105,12 +109,14 @@ class ModelExport:
         return replace(checked, graph=info.graph, num_layers=info.num_layers)
 
     def _check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
+        ids = ids[: min(_CHECK_TOKENS, self.max_length)]
         # Before the engine is loaded, so that only one of the two needs memory.
         expected, stored = self._references(ids, threads)
         runs_here = info.cache_dtype != "bfloat16"
         open_engine = OrtEngine if runs_here else widened_engine
         engine = open_engine(work / info.graph, info, threads=threads)
-        check = check_engine(engine, ids, expected, stored, self.precision, self.checkpoint.path)
+        used = (self.precision, self.head_precision, *self._tensor_precisions().values())
+        check = check_engine(engine, ids, expected, stored, used, self.checkpoint.path)
         info = replace(info, check=check | {"layers": float(self.spec.num_layers)})
         progress("compared with the checkpoint")
         if not runs_here:
@@ -121,13 +127,13 @@ class ModelExport:
         return replace(info, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
 
     def _references(self, ids: list[int], threads: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Logits over a text of the checkpoint, and of the checkpoint as stored."""
+        """Logits over a text of the checkpoint, and over the beginning of it of the checkpoint as stored."""
         spec, formats = self.spec, (self.lowering, self.precision, self.head_precision)
         expected = reference_logits(spec, self.checkpoint, np.array(ids))
-        read_back, rounded = as_stored(spec, self.checkpoint, *formats)
+        read_back, rounded = as_stored(spec, self.checkpoint, *formats, self._tensor_precisions())
         if rounded is self.checkpoint:
             return expected, expected
-        return expected, reference_logits(read_back, rounded, np.array(ids))
+        return expected, reference_logits(read_back, rounded, np.array(ids[:STORED_TOKENS]))
 
     def _decoder(self, weights: Weights, progress: Progress = lambda part: None) -> onnx.ModelProto:
         return build_decoder(
@@ -137,9 +143,13 @@ class ModelExport:
             lowering=self.lowering,
             precision=self.precision,
             head_precision=self.head_precision,
+            tensor_precisions=self._tensor_precisions(),
             capacity=cache_capacity(self.max_length),
             progress=progress,
         )
+
+    def _tensor_precisions(self) -> dict[str, str]:
+        return tensor_precisions(self.spec, self.tensor_precision) if self.tensor_precision else {}
 
     def _info(self) -> ModelInfo:
         """Of a model that is not checked yet."""
@@ -149,6 +159,7 @@ class ModelExport:
             lowering=self.lowering,
             precision=self.precision,
             head_precision=self.head_precision,
+            tensor_precision=self.tensor_precision,
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
@@ -163,7 +174,8 @@ class ModelExport:
         )
 
     def _provenance(self) -> dict[str, dict[str, int]]:
-        return provenance(self.spec, self.checkpoint, self.lowering, self.precision, self.head_precision)
+        formats = (self.lowering, self.precision, self.head_precision, self._tensor_precisions())
+        return provenance(self.spec, self.checkpoint, *formats)
 
 
 def cache_capacity(max_length: int) -> int:

@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
 from outrider.engines.errors import OutriderError
+from outrider.export.spec import DecoderSpec
 
 PRECISIONS_OF = {"fused": ("fp32", "fp16", "int8", "int4"), "standard": ("fp32", "fp16", "bf16", "fp8", "int4")}
 PRECISIONS = tuple(dict.fromkeys(PRECISIONS_OF["fused"] + PRECISIONS_OF["standard"]))
 BITS = {"int8": 8, "int4": 4}  # of the precisions that are stored in blocks
 
 
-def check_head_precision(lowering: str, precision: str, head_precision: str) -> None:
-    """Raises OutriderError for a head that does not take the activations of the other matrices."""
+def check_beside(option: str, lowering: str, precision: str, other: str) -> None:
+    """Raises OutriderError for matrices in ``other`` that do not take the activations of those in ``precision``."""
     wanted = float_type(lowering, precision)
     fitting = [name for name in PRECISIONS_OF[lowering] if float_type(lowering, name) == wanted]
-    if head_precision not in fitting:
+    if other not in fitting:
         raise OutriderError(
-            f"--head-precision {head_precision} does not go with --precision {precision} --lowering {lowering}; use "
+            f"{option} {other} does not go with --precision {precision} --lowering {lowering}; use "
             f"{' or '.join(fitting)}"
         )
+
+
+def tensor_precisions(spec: DecoderSpec, patterns: dict[str, str]) -> dict[str, str]:
+    """The precisions of projections that a pattern matches, by stem.
+
+    Patterns are those of ``fnmatch`` over stems, such as ``*.down_proj`` or ``model.layers.0.*``; the last that matches
+    counts. Projections of one product (query, key and value; gate and up) go together: one of them is enough.
+    """
+    found: dict[str, str] = {}
+    for group in _products(spec):
+        matching = [pattern for pattern in patterns if any(fnmatchcase(stem, pattern) for stem in group)]
+        if matching:
+            found |= dict.fromkeys(group, patterns[matching[-1]])
+    return found
+
+
+def check_patterns(spec: DecoderSpec, patterns: dict[str, str], source: Path) -> None:
+    """Raises OutriderError for a pattern that matches no projection."""
+    stems = [stem for group in _products(spec) for stem in group]
+    for pattern, precision in patterns.items():
+        if not any(fnmatchcase(stem, pattern) for stem in stems):
+            raise OutriderError(
+                f"--tensor-precision {pattern}={precision} matches none of {stems[0]} to {stems[-1]} in {source} "
+                "(--head-precision is for embedding and head)"
+            )
+
+
+def _products(spec: DecoderSpec) -> Iterator[list[str]]:
+    """The stems of the projections, those of one product together."""
+    for layer in range(spec.num_layers):
+        for roles in (spec.stacked("q", "k", "v"), ("o",), spec.stacked(*spec.mlp_inputs), ("down",)):
+            yield [spec.stem(role, layer) for role in roles]
 
 
 def float_type(lowering: str, precision: str) -> str:

@@ -61,16 +61,26 @@ class StoredCheckpoint:
         if taken_over(self._checkpoint, name, self._lowering, precision):
             return rows
         bits = BITS[precision]
-        return dequantize_blocks(quantize_blocks(rows, bits), bits, rows.shape[1])
+        blocks = quantize_blocks(rows, bits, zero_points=self._lowering == "fused" and bits == 4)
+        return dequantize_blocks(blocks, bits, rows.shape[1])
 
 
 def as_stored(
-    spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str, head_precision: str
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    lowering: str,
+    precision: str,
+    head_precision: str,
+    tensor_precisions: dict[str, str],
 ) -> tuple[DecoderSpec, Checkpoint]:
-    """The model that an exact engine would be, for ``reference_logits``: the very arguments where little is rounded."""
-    if {precision, head_precision} <= {"fp32", "fp16"}:
+    """The model that an exact engine would be, for ``reference_logits``: the very arguments where little is rounded.
+
+    Args:
+        tensor_precisions: of projections that have one of their own, by stem.
+    """
+    if {precision, head_precision, *tensor_precisions.values()} <= {"fp32", "fp16"}:
         return spec, checkpoint
-    others = dict.fromkeys((spec.embedding, spec.head), head_precision)
+    others = tensor_precisions | dict.fromkeys((spec.embedding, spec.head), head_precision)
     if spec.position_table:  # added in the dtype of the activations
         others[spec.position_table] = "bf16" if precision == "bf16" else "fp32"
     if embeds_apart(lowering, head_precision):

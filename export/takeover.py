@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.export.checkpoint import Checkpoint, Quantized, finite, read_rows, slab_bounds
 from outrider.export.precision import BITS, embeds_apart
-from outrider.export.quantize import BLOCK_SIZE, SYMMETRIC, BlockLayout, Integers
+from outrider.export.quantize import SYMMETRIC, BlockLayout, Integers, rounded_layout
 from outrider.export.spec import DecoderSpec
 
 Slab = NDArray[np.float32] | Integers
@@ -37,11 +37,12 @@ def common_order(parts: Iterable[Quantized | None]) -> tuple[bool, NDArray[np.in
     return len({None if order is None else order.tobytes() for order in orders}) == 1, orders[0]
 
 
-def common_layout(parts: Iterable[Quantized | None]) -> BlockLayout:
-    """What holds all parts of one matrix; those that are rounded anew fit into every layout."""
-    layouts = [part.type.layout for part in parts if part is not None]
+def common_layout(parts: Iterable[Quantized | None], precision: str) -> BlockLayout:
+    """What holds all parts of one matrix: those that are taken over, and those that are rounded (None)."""
+    rounded = rounded_layout(BITS[precision]) if precision in BITS else SYMMETRIC
+    layouts = [rounded if part is None else part.type.layout for part in parts]
     return BlockLayout(
-        min((layout.block_size for layout in layouts), default=BLOCK_SIZE),
+        min(layout.block_size for layout in layouts),
         any(layout.zero_points for layout in layouts),
         any(layout.offsets for layout in layouts),
     )
@@ -76,11 +77,19 @@ def floats(slabs: Iterable[Slab]) -> Iterator[NDArray[np.float32]]:
 
 
 def provenance(
-    spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str, head_precision: str
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    lowering: str,
+    precision: str,
+    head_precision: str,
+    tensor_precisions: dict[str, str],
 ) -> dict[str, dict[str, int]]:
     """How many matrices of each type are the file's own, and how many were rounded anew.
 
     Empty for checkpoints that are not quantized, and of matrices that are stored in float.
+
+    Args:
+        tensor_precisions: of projections that have one of their own, by stem.
     """
     counts: dict[str, Counter[str]] = {"taken_over": Counter(), "rounded_anew": Counter()}
     any_quantized = False
@@ -88,7 +97,7 @@ def provenance(
         stem = name.removesuffix(".weight")
         ends = stem in (spec.embedding, spec.head)
         apart = stem == spec.embedding and not spec.tied and embeds_apart(lowering, head_precision)
-        stored = head_precision if ends else precision
+        stored = head_precision if ends else tensor_precisions.get(stem, precision)
         if len(shape) < 2 or apart or stem == spec.position_table or stored not in (*BITS, "fp8"):
             continue
         matrix = checkpoint.quantized(name)

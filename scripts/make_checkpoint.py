@@ -81,7 +81,7 @@ def copy_checkpoint(source: Checkpoint, out: Path, layers: int | None = None) ->
     spec = llama.decoder_spec(config)
     names = [name for name, _ in spec.expected_shapes()]
     names += [bias for name in names if source.shape(bias := name.removesuffix("weight") + "bias") is not None]
-    _write_folder(out, config, source, ((name, read_all(source, name)) for name in names))
+    write_folder(out, config, source, ((name, read_all(source, name)) for name in names))
 
 
 def random_checkpoint(
@@ -107,10 +107,10 @@ def random_checkpoint(
                     bias = 0.1 * rng.standard_normal(shape[0], np.float32)
                     yield name.removesuffix("weight") + "bias", bias.astype(dtype)
 
-    _write_folder(out, config, like, tensors())
+    write_folder(out, config, like, tensors())
 
 
-def _write_folder(out: Path, config: dict[str, Any], like: Checkpoint, tensors: Iterator[tuple[str, Any]]) -> None:
+def write_folder(out: Path, config: dict[str, Any], like: Checkpoint, tensors: Iterator[tuple[str, Any]]) -> None:
     out.mkdir(parents=True)
     files = like.tokenizer()
     (out / "config.json").write_text(json.dumps(config, indent=2))

@@ -45,7 +45,7 @@ def checked(path: Path, workdir: Path, precision: str, spec: DecoderSpec) -> dic
     expected = stored = reference_logits(spec, checkpoint, ids)
     if precision in BITS:
         stored = reference_logits(spec, StoredCheckpoint(checkpoint, "fused", precision), ids)
-    return check_engine(engine, ids.tolist(), expected, stored, precision, path)
+    return check_engine(engine, ids.tolist(), expected, stored, [precision], path)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS_OF["fused"])
@@ -64,10 +64,10 @@ def test_another_model_does_not(tiny: Path, workdir: Path, precision: str, fault
         checked(tiny, workdir, precision, spec)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_come_back_within_half_a_step(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (8, False)])
+def test_blocks_come_back_within_half_a_step(bits: int, zero_points: bool) -> None:
     rows = np.random.default_rng(1).standard_normal((7, 80), np.float32)
-    blocks = quantize_blocks(rows, bits)
+    blocks = quantize_blocks(rows, bits, zero_points=zero_points)
     back = dequantize_blocks(blocks, bits, 80)
     steps = np.abs(blocks.scales).repeat(32, axis=1)[:, :80]
     # The largest value of a block may lie beyond the last step of the other sign.

@@ -59,7 +59,7 @@ def test_export_text(tiny: Path, tmp_path: Path) -> None:
     args = ["--target", tiny, "--draft", "none", "--out", out, "--max-length", 64, "--precision", "fp32"]
     target, bundle = run("export", *args)[0].splitlines()
     assert target.startswith("target  llama, 2 layers, fp32, ")
-    assert "bit-equal from" in target and "argmax equal 100%" in target
+    assert "bit-equal from" in target and "greedy agreement 100.0%" in target
     assert bundle.startswith(f"bundle  {out} (K = 2, 4, 8; ")
     assert Bundle(out).manifest.draft is None
 

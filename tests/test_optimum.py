@@ -216,6 +216,7 @@ def test_the_check_finds_another_model(workdir: Path, tmp_path: Path, monkeypatc
         ({"precision": "bf16"}, ["bf16", "fp32, fp16, int8 or int4"]),
         ({"precision": "int4", "lowering": "standard"}, ["standard", "int4"]),
         ({"precision": "fp32", "head_precision": "fp32"}, ["--head-precision", "--via optimum"]),
+        ({"tensor_precision": {"*": "int8"}}, ["--tensor-precision", "--via optimum"]),
     ],
 )
 def test_options_that_it_does_not_take(options: dict[str, Any], parts: list[str]) -> None:

@@ -87,7 +87,7 @@ def test_the_graph_means_the_same_elsewhere(exported: Exporter, precision: str) 
     """ONNX's own evaluator, which computes in bfloat16 what ONNX Runtime cannot."""
     bundle = exported("untied", precision)
     checkpoint = open_checkpoint(str(bundle.source))
-    spec, stored = as_stored(decoder_spec(checkpoint), checkpoint, "standard", precision, precision)
+    spec, stored = as_stored(decoder_spec(checkpoint), checkpoint, "standard", precision, precision, {})
     ids = np.random.default_rng(0).integers(0, 320, 12)
     cache = np.zeros((1, bundle.info.num_kv_heads, bundle.info.capacity, bundle.info.head_dim))
     kind = ml_dtypes.bfloat16 if precision == "bf16" else np.float16
@@ -145,13 +145,14 @@ def test_fp8_takes_rows_of_any_size() -> None:
 def test_another_model_does_not_pass(exported: Exporter, precision: str, fault: str) -> None:
     bundle = exported("untied", precision)
     checkpoint = open_checkpoint(str(bundle.source))
-    spec, stored = as_stored(FAULTS[fault](decoder_spec(checkpoint)), checkpoint, "standard", precision, precision)
+    faulty = FAULTS[fault](decoder_spec(checkpoint))
+    spec, stored = as_stored(faulty, checkpoint, "standard", precision, precision, {})
     ids = np.random.default_rng(0).integers(0, 320, 24)
     logits = reference_logits(spec, stored, ids)
     open_engine = widened_engine if precision == "bf16" else OrtEngine
     engine = open_engine(bundle.graph, bundle.info, threads=2)
     with pytest.raises(OutriderError, match=f"the {precision} engine is not the model in"):
-        check_engine(engine, ids.tolist(), logits, logits, precision, bundle.source)
+        check_engine(engine, ids.tolist(), logits, logits, [precision], bundle.source)
 
 
 @pytest.mark.parametrize(

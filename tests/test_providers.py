@@ -196,7 +196,8 @@ def test_cache_key_changes_with_each_part() -> None:
         [INFO, "a", "b1.32.0, 10.15", *parts[3:]],  # the same characters, cut elsewhere
     ]
     for name, value in asdict(INFO).items():
-        changed = {"error": 0.25} if name == "check" else value + (1 if isinstance(value, int) else "x")
+        added: Any = {"another": 1} if isinstance(value, dict) else 1 if isinstance(value, int) else "x"
+        changed = value | added if isinstance(value, dict) else value + added
         others.append([replace(INFO, **{name: changed}), *parts[1:]])
     keys = [providers.cache_key(*other) for other in others]
     assert len({key, *keys}) == len(keys) + 1

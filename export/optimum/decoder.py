@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ from outrider.engines.bundle import ModelInfo
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.huggingface import HuggingFaceCheckpoint
-from outrider.export.model import ModelExport, Progress, cache_capacity
+from outrider.export.model import STORED_TOKENS, ModelExport, Progress, cache_capacity
 from outrider.export.optimum.process import export_onnx
 from outrider.export.precision import BITS
 from outrider.export.weights import Weights
@@ -96,11 +96,17 @@ class TracedExport(ModelExport):
             if self.precision not in BITS:
                 return expected, expected
             rounded = write_stored(trace, matrices_of(trace.model()), BITS[self.precision])
-            return expected, trace.logits(ids, threads, rounded)[:, : self.spec.vocab_size]
+            return expected, trace.logits(ids[:STORED_TOKENS], threads, rounded)[:, : self.spec.vocab_size]
 
 
-def check_traced_options(via: str, lowering: str, precisions: Sequence[str | None], head_precision: str | None) -> None:
-    """Raises OutriderError for options that a traced graph does not take."""
+def check_traced_options(
+    via: str, lowering: str, precisions: Sequence[str | None], apart: Mapping[str, object]
+) -> None:
+    """Raises OutriderError for options that a traced graph does not take.
+
+    Args:
+        apart: options that give some matrices a precision of their own, with their values.
+    """
     if via != "optimum":
         raise OutriderError(f"unknown exporter {via!r} for --via; the only one is optimum")
     for precision in precisions:
@@ -109,8 +115,8 @@ def check_traced_options(via: str, lowering: str, precisions: Sequence[str | Non
             raise OutriderError(f"--via optimum has no {precision}; use {others} or {last}")
         if lowering == "standard" and precision in BITS:
             raise OutriderError(f"--via optimum --lowering standard has no {precision}; use fp32 or fp16")
-    if head_precision is not None:
-        raise OutriderError("--head-precision does not go with --via optimum, where all matrices have one precision")
+    for option in (option for option, value in apart.items() if value):
+        raise OutriderError(f"{option} does not go with --via optimum, where all matrices have one precision")
 
 
 def traced_lowering(precision: str) -> str:

@@ -15,7 +15,7 @@ from outrider.export.matrices import BlockMatrix
 from outrider.export.optimum.matrix import SLAB_BYTES, Matrix, matrix_of, tensor_of
 from outrider.export.optimum.trace import OPSET
 from outrider.export.precision import BITS
-from outrider.export.quantize import BLOCK_SIZE
+from outrider.export.quantize import BLOCK_SIZE, rounded_layout
 from outrider.export.weights import Weights
 
 _INLINE_BYTES = 1024
@@ -73,7 +73,9 @@ class _Emission:
     def _product(self, node: ir.Node, matrix: Matrix) -> None:
         if matrix not in self._matrices:
             stem, bits = str(matrix.value.name), BITS[self._precision]
-            self._matrices[matrix] = BlockMatrix(self._graph, stem, matrix.shape, matrix.slabs(), bits)
+            self._matrices[matrix] = BlockMatrix(
+                self._graph, stem, matrix.shape, matrix.slabs(), bits, rounded_layout(bits)
+            )
         stored, name = self._matrices[matrix], str(node.outputs[0].name)
         if node.op_type == "Gather":
             if matrix.shape[1] % BLOCK_SIZE:

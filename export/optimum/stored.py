@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from outrider.export.optimum.matrix import Matrix
 from outrider.export.optimum.trace import Trace
-from outrider.export.quantize import dequantize_blocks, quantize_blocks
+from outrider.export.quantize import dequantize_blocks, quantize_blocks, rounded_layout
 
 _DATA = "stored.bin"
 
@@ -23,6 +23,7 @@ def write_stored(trace: Trace, matrices: Iterable[Matrix], bits: int) -> Path:
     offset, path = 0, trace.path.with_name(_DATA)
     with path.open("wb"):
         pass
+    points = rounded_layout(bits).zero_points
     for tensor in proto.graph.initializer:
         if tensor.name not in by_name:
             continue
@@ -35,7 +36,8 @@ def write_stored(trace: Trace, matrices: Iterable[Matrix], bits: int) -> Path:
         array = np.memmap(path, np.float32, "r+", offset, shape)
         rows, start = array.T if matrix.turned else array, 0
         for slab in matrix.slabs():
-            rows[start : start + len(slab)] = dequantize_blocks(quantize_blocks(slab, bits), bits, inputs)
+            blocks = quantize_blocks(slab, bits, zero_points=points)
+            rows[start : start + len(slab)] = dequantize_blocks(blocks, bits, inputs)
             start += len(slab)
         array.flush()
         _refer(tensor, offset, length)
