@@ -21,6 +21,11 @@ from outrider.engines.errors import OutriderError
     required=True,
     help="Checkpoint of the draft model, `layers:0-3,26-29` for some of the target's layers, or `none`.",
 )
+@click.option(
+    "--translate-draft",
+    is_flag=True,
+    help="Take a draft with another tokenizer: its drafts are translated as text (universal assisted decoding).",
+)
 @click.option("--out", type=Path, required=True, help="Folder to create.")
 @click.option(
     "--precision",
@@ -56,6 +61,7 @@ from outrider.engines.errors import OutriderError
 def export(
     target: str,
     draft: str,
+    translate_draft: bool,
     out: Path,
     precision: str,
     lowering: str,
@@ -78,7 +84,16 @@ def export(
         raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
 
     settings = ExportOptions(
-        precision, lowering, tiers, max_length, draft_precision, draft_lowering, head_precision, tensor_precision, via
+        precision,
+        lowering,
+        tiers,
+        max_length,
+        draft_precision,
+        draft_lowering,
+        head_precision,
+        tensor_precision,
+        translate_draft,
+        via,
     )
     start = time.perf_counter()
     with options.progress_bar(100, "export") as bar:
@@ -109,6 +124,8 @@ def _print(out: Path, manifest: Manifest, seconds: float) -> None:
         if model is None:
             continue
         click.echo(f"{role:7} {_described(out, model)}")
+    if manifest.translated:
+        click.echo("draft   has a tokenizer of its own: what it drafts is translated as text")
     click.echo(f"bundle  {out} (K = {', '.join(map(str, manifest.tiers))}; {seconds:.1f} s)")
 
 

@@ -121,8 +121,9 @@ def summary(result: GenerationResult) -> str:
     if not result.k:
         return f"{head}, plain decoding"
     rule = "" if result.acceptance == "exact" else f" {result.acceptance}"
+    translated = " (translated)" if result.translated else ""
     return (
-        f"{head}, {result.drafter} K={result.k}{rule}: {stats.mean_acceptance_length:.2f} tokens a verify "
+        f"{head}, {result.drafter}{translated} K={result.k}{rule}: {stats.mean_acceptance_length:.2f} tokens a verify "
         f"pass, {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafts accepted "
         f"({stats.draft_acceptance_rate:.0%}), exactness {result.exactness}"
     )

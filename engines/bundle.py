@@ -7,6 +7,7 @@ bundle/
   target/weights.bin   of both
   draft/...            absent when the bundle was exported with ``--draft none``; a draft of some of the target's layers
                        is target/draft.onnx, over the same weights
+  draft/tokenizer.json only when the draft's tokenizer is not the target's
   tokenizer.json
   chat_template.jinja  absent when the checkpoint has none
   engines/...          what `outrider build` made of the graphs
@@ -26,7 +27,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from outrider.engines.errors import OutriderError
 
 FORMAT = "outrider-bundle"
-VERSION = 3
+VERSION = 4
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "weights.bin"  # beside each graph
@@ -41,7 +42,8 @@ class ModelInfo:
 
     ``capacity`` is the number of cache positions a sequence owns; ``exactness`` and ``min_rows`` are what the row probe
     found on ``device`` (see ``probe.py``), ``unprobed`` where none could run; ``check`` is the comparison with the
-    checkpoint. ``tensor_precision`` are the precisions of matrices that have one of their own, by pattern of names. Of
+    checkpoint. ``tokenizer`` is the file of its vocabulary: the target's, or one of its own for a draft that is
+    translated. ``tensor_precision`` are the precisions of matrices that have one of their own, by pattern of names. Of
     a quantized checkpoint, ``taken_over`` counts by type the matrices that are the file's own, and ``rounded_anew``
     those that are not.
     """
@@ -61,6 +63,7 @@ class ModelInfo:
     exactness: str
     device: str
     check: dict[str, float]
+    tokenizer: str = TOKENIZER
     tensor_precision: dict[str, str] = field(default_factory=dict)
     taken_over: dict[str, int] = field(default_factory=dict)
     rounded_anew: dict[str, int] = field(default_factory=dict)
@@ -121,6 +124,11 @@ class Manifest:
         """By role."""
         return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
 
+    @property
+    def translated(self) -> bool:
+        """Whether the draft has another tokenizer than the target."""
+        return self.draft is not None and self.draft.tokenizer != self.target.tokenizer
+
     def __post_init__(self) -> None:
         if not self.tiers or list(self.tiers) != sorted(set(self.tiers)) or self.tiers[0] < 1:
             raise ValueError(f"manifest.tiers is {list(self.tiers)}")
@@ -145,8 +153,8 @@ class Bundle:
         for name in self.files.keys() - engines:
             _verify_file(self.folder, name, self.files[name])
         models = self.manifest.models.values()
-        graphs = [name for model in models for name in (model.graph, model.resident_graph, model.weights)]
-        for name in (TOKENIZER, *graphs, *engines):
+        parts = [part for one in models for part in (one.graph, one.resident_graph, one.weights, one.tokenizer)]
+        for name in (TOKENIZER, *parts, *engines):
             if name not in self.files:
                 raise OutriderError(f"{self.folder / MANIFEST} does not list {name}; export the bundle again")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.engines.bundle import Bundle
+from outrider.engines.bundle import Bundle, ModelInfo
 from outrider.engines.cache import cache_folder
 from outrider.engines.cuda import CudaDriver, CudaMemory
 from outrider.engines.engine import DRAFT_TABLE, Engine, HeadInputs, PlanShape, noise_slots, plan_table
@@ -21,11 +21,12 @@ PROVIDERS = (*ORT_PROVIDERS, *LIBRARIES)
 
 @dataclass
 class Opener:
-    """Opens the models of one bundle; those on the GPU share its stream, and what their heads choose by."""
+    """Opens the models of one bundle; on the GPU they share its stream and, with one tokenizer, their heads' inputs."""
 
     bundle: Bundle
     threads: int | None = None
-    _shared: tuple[CudaMemory, HeadInputs] | None = None
+    _memory: CudaMemory | None = None
+    _heads: dict[str, HeadInputs] = field(default_factory=dict)  # by tokenizer
 
     def open(self, role: str, provider: str) -> Engine:
         """The engine of ``target`` or ``draft``.
@@ -43,10 +44,10 @@ class Opener:
             check_graph(bundle, info)
             library = load_library(provider)
             check_built(bundle, role, library)
-            return TensorrtEngine.load(bundle, role, library, *self._gpu())
+            return TensorrtEngine.load(bundle, role, library, *self._gpu(info))
         check_provider(provider, info, bundle.path(info.graph))
         check_available(provider)
-        memory, heads = self._gpu()
+        memory, heads = self._gpu(info)
         graph = bundle.path(info.resident_graph)
         table = plan_table((0, *bundle.manifest.tiers)) if role == "target" else DRAFT_TABLE
         return OrtEngine(
@@ -70,10 +71,10 @@ class Opener:
         key = cache_key(info, sha256, ort.__version__, memory.driver.name, options)
         return cache_folder(f"{provider}-{key}")
 
-    def _gpu(self) -> tuple[CudaMemory, HeadInputs]:
-        if self._shared is None:
-            manifest = self.bundle.manifest
-            memory = CudaMemory(CudaDriver())
-            heads = HeadInputs(memory, manifest.target.vocab_size, noise_slots(manifest.tiers))
-            self._shared = memory, heads
-        return self._shared
+    def _gpu(self, info: ModelInfo) -> tuple[CudaMemory, HeadInputs]:
+        if self._memory is None:
+            self._memory = CudaMemory(CudaDriver())
+        if info.tokenizer not in self._heads:
+            slots = noise_slots(self.bundle.manifest.tiers)
+            self._heads[info.tokenizer] = HeadInputs(self._memory, info.vocab_size, slots)
+        return self._memory, self._heads[info.tokenizer]

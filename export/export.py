@@ -43,8 +43,9 @@ class ExportOptions:
 
     A draft that runs on another device may need another precision and lowering; by default they are the target's.
     ``head_precision`` is that of embedding and head, by default the same; ``tensor_precision`` those of some of the
-    target's other matrices, by pattern (``precision.tensor_precisions``). ``via`` is ``optimum`` for models that
-    Optimum traces (``export/optimum``), which settles the lowering.
+    target's other matrices, by pattern (``precision.tensor_precisions``). ``translate_draft`` allows a draft with
+    another tokenizer. ``via`` is ``optimum`` for models that Optimum traces (``export/optimum``), which settles the
+    lowering.
     """
 
     precision: str = "int4"
@@ -55,6 +56,7 @@ class ExportOptions:
     draft_lowering: str | None = None
     head_precision: str | None = None
     tensor_precision: dict[str, str] = field(default_factory=dict)
+    translate_draft: bool = False
     via: str | None = None
 
     def __post_init__(self) -> None:
@@ -127,19 +129,24 @@ def _export(
     progress: Progress,
 ) -> Manifest:
     try:
-        jobs, tokenizer = _plan(target, draft, options, traces)
+        jobs, tokenizers = _plan(target, draft, options, traces)
         order = describe([job.checkpoint.path for job in jobs.values()], (draft, options))
     except OSError as error:
         raise OutriderError(f"cannot read {error.filename or target}: {error.strerror or error}") from error
     _check_disk(out, jobs)
     with new_bundle(out, order, resume=resume) as work:
         steps = _Steps(progress, sum(job.steps for job in jobs.values()))
-        ids = Tokenizer.from_str(tokenizer.json).encode(check_text()).ids
+        texts = {file: Tokenizer.from_str(files.json).encode(check_text()) for file, files in tokenizers.items()}
         models = {}
         for role, job in jobs.items():
             step = partial(steps.step, role)
+            ids = texts[job.tokenizer].ids
             models[role] = job.check(work, job.write(work, step), ids, threads, step)
-        _write_tokenizer(work, tokenizer)
+        for file, files in tokenizers.items():
+            _write_tokenizer(work / file, files)
+        tokenizer = tokenizers[TOKENIZER]
+        if tokenizer.chat_template:
+            (work / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
         manifest = Manifest(
             producer=f"outrider {version('outrider')}" + (f" via {options.via}" if options.via else ""),
             tiers=options.tiers,
@@ -155,8 +162,8 @@ def _export(
 
 def _plan(
     target: str, draft: str | None, options: ExportOptions, traces: Path | None = None
-) -> tuple[dict[str, ModelExport], TokenizerFiles]:
-    """The models to write, by role, and the tokenizer that they share.
+) -> tuple[dict[str, ModelExport], dict[str, TokenizerFiles]]:
+    """The models to write, by role, and their tokenizers, by the file to write: one for both, or one for each.
 
     Args:
         traces: the folder for graphs that Optimum traces, None where it traces none.
@@ -173,19 +180,23 @@ def _plan(
         specs = {role: decoder_spec(checkpoint) for role, checkpoint in checkpoints.items()}
     tokenizers = {role: checkpoint.tokenizer() for role, checkpoint in checkpoints.items()}
     vocabularies = {role: vocabulary(files, sources[role]) for role, files in tokenizers.items()}
-    if "draft" in vocabularies:
-        check_pair(vocabularies["target"], vocabularies["draft"])
+    files = dict.fromkeys(sources, TOKENIZER)
+    if "draft" in sources:
+        if options.translate_draft and vocabularies["draft"] != vocabularies["target"]:
+            files["draft"] = f"draft/{TOKENIZER}"
+        else:
+            check_pair(vocabularies["target"], vocabularies["draft"])
     if traces is not None:  # the work of minutes, so all else is seen to first
         specs = {role: traced_decoder(checkpoint, traces / role) for role, checkpoint in checkpoints.items()}
     jobs = {}
     for role, spec in specs.items():
-        spec = _cut(spec, vocabularies["target"], sources[role])
-        jobs[role] = _model_export(role, spec, checkpoints[role], options.of(role))
+        spec = _cut(spec, vocabularies[role], sources[role])
+        jobs[role] = replace(_model_export(role, spec, checkpoints[role], options.of(role)), tokenizer=files[role])
     if draft is not None and cut:
         whole = jobs["target"]
         part = whole.spec.of_layers(parse_layers(draft, whole.spec.num_layers))
         jobs["draft"] = replace(whole, graph=CUT_GRAPH, spec=part, whole=whole.graph)
-    return jobs, tokenizers["target"]
+    return jobs, {files[role]: tokenizers[role] for role in reversed(sources)}  # the target's where they share one
 
 
 def _model_export(
@@ -243,11 +254,9 @@ def _cut(spec: DecoderSpec | TracedDecoder, vocab: dict[str, int], source: str) 
     return replace(spec, vocab_size=needed)
 
 
-def _write_tokenizer(work: Path, files: TokenizerFiles) -> None:
+def _write_tokenizer(path: Path, files: TokenizerFiles) -> None:
     tokenizer = Tokenizer.from_str(files.json)
     # Saved settings of somebody's training run: they would cut or pad prompts without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.save(str(work / TOKENIZER))
-    if files.chat_template:
-        (work / CHAT_TEMPLATE).write_text(files.chat_template, encoding="utf-8")
+    tokenizer.save(str(path))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from outrider.engines.bundle import ModelInfo
+from outrider.engines.bundle import TOKENIZER, ModelInfo
 from outrider.engines.engine import PREFILL_CHUNK, noise_slots
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import probe_rows
@@ -40,8 +40,8 @@ class ModelExport:
 
     ``graph`` is the path of its plain graph in the bundle, ``max_length`` the longest sequence that it serves in
     tokens, ``tiers`` the values of K, ``tensor_precision`` the precisions of matrices that have one of their own, by
-    pattern (``precision.tensor_precisions``). With ``whole`` it is a part of the model of that graph, written before it
-    in the same folder, and has its weights.
+    pattern (``precision.tensor_precisions``), ``tokenizer`` the file of its vocabulary in the bundle. With ``whole`` it
+    is a part of the model of that graph, written before it in the same folder, and has its weights.
     """
 
     graph: str
@@ -50,10 +50,11 @@ class ModelExport:
     lowering: str
     precision: str
     head_precision: str
-    tensor_precision: dict[str, str]
     tiers: tuple[int, ...]
     max_length: int
     whole: str | None = None
+    tokenizer: str = TOKENIZER
+    tensor_precision: dict[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -170,6 +171,7 @@ class ModelExport:
             exactness="unprobed",
             device="",
             check={},
+            tokenizer=self.tokenizer,
             **self._provenance(),
         )
 

@@ -1,4 +1,4 @@
-"""May this draft serve this target? Both must mean the same text by the same token ids."""
+"""May this draft serve this target as it is? Both must mean the same text by the same token ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_pair(target: dict[str, int], draft: dict[str, int]) -> None:
         if ours != theirs:
             raise OutriderError(
                 f"the draft has another tokenizer: id {index} is {_shown(ours)} for the target and {_shown(theirs)} "
-                "for the draft; choose a draft of the target's family, or --draft none"
+                "for the draft; choose a draft of the target's family, --translate-draft, or --draft none"
             )
 
 

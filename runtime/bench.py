@@ -166,6 +166,8 @@ def run_bench(
         )
     pipeline.check_k(max(tiers))
     arms = plan_arms(pipeline, tiers)
+    for arm in arms:
+        pipeline.check_acceptance(arm.drafter, acceptance)
     verify_cost, draft_cost, one_row = measure_costs(pipeline, tiers)
     for number, prompt in enumerate(prompts):
         ids = encode_prompt(pipeline, prompt)

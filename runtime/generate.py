@@ -22,6 +22,7 @@ from outrider.runtime.decode import Request, decode
 from outrider.runtime.drafters import Drafter, NoDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
+from outrider.runtime.drafters.translated import TranslatedDrafter
 from outrider.runtime.generation import Generation, GenerationResult, Speculation
 from outrider.runtime.resident import ResidentLaw, ResidentModel, ResidentPair, can_stay
 from outrider.runtime.sampling.grammar import GrammarCompiler, GrammarState
@@ -58,7 +59,7 @@ class Pipeline:
         self._rounds: dict[int, DeviceRound] = {}
         self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
         if self.draft is not None:
-            self._drafters["model"] = ModelDrafter(self.draft)
+            self._drafters["model"] = self._model_drafter(self.draft)
         self._grammars: GrammarCompiler | None = None
         self.lock = Lock()  # a round at a time, whatever thread it is for
         self.owner: Generation | None = None
@@ -207,6 +208,15 @@ class Pipeline:
             made = "bundle; export" if largest == exported else f"bundle's {self.target_engine.device}; build"
             raise OutriderError(f"K = {k} is outside 0 to {largest}, the largest tier of this {made} with --k {k}")
 
+    def check_acceptance(self, drafter: str, acceptance: str) -> None:
+        """Raises OutriderError for a rule that judges drafts by the law they were drawn from, where they have none."""
+        acceptance_rule(acceptance)
+        if drafter == "model" and self.manifest.translated and acceptance != "exact":
+            raise OutriderError(
+                f"acceptance {acceptance} needs the draft's probabilities of the target's tokens, and this draft has "
+                "another tokenizer; use --acceptance exact, or --drafter ngram"
+            )
+
     def drafter(self, name: str) -> Drafter:
         """The drafter called ``name`` (one of ``DRAFTERS``).
 
@@ -233,7 +243,15 @@ class Pipeline:
         self.drafter(name)
         k = tiers[len(tiers) // 2] if k is None else k
         self.check_k(k)
-        return Speculation("none", 0, acceptance) if k == 0 or name == "none" else Speculation(name, k, acceptance)
+        if k == 0 or name == "none":
+            return Speculation("none", 0, acceptance)
+        self.check_acceptance(name, acceptance)
+        return Speculation(name, k, acceptance, translated=name == "model" and self.manifest.translated)
+
+    def _model_drafter(self, draft: CachedModel) -> Drafter:
+        if not self.manifest.translated:
+            return ModelDrafter(draft)
+        return TranslatedDrafter(draft, self.codec, TextCodec(self.bundle, draft.engine.info.tokenizer))
 
     def _grammar(self, options: SamplingOptions) -> GrammarState | None:
         if not options.grammar:

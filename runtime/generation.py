@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a request is sped up: who drafts, K, and the acceptance rule."""
+    """How a request is sped up: who drafts, K, the acceptance rule, and whether drafts come from another vocabulary."""
 
     drafter: str
     k: int
     acceptance: str
+    translated: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class GenerationResult:
     drafter: str
     k: int
     acceptance: str
+    translated: bool
     exactness: str
     stats: DecodeStats
 

@@ -13,16 +13,16 @@ from outrider.engines.errors import OutriderError
 Message = dict[str, str]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
 class TextCodec:
-    """The tokenizer and chat template of a bundle."""
+    """A tokenizer of a bundle, by default its target's, and its chat template."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, tokenizer: str = TOKENIZER) -> None:
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_file(str(bundle.path(TOKENIZER)))
+        self.tokenizer = Tokenizer.from_file(str(bundle.path(tokenizer)))
         self._template = bundle.chat_template
         self._special_tokens = bundle.manifest.special_tokens
         added = self.tokenizer.get_added_tokens_decoder()
@@ -105,7 +105,7 @@ class TextStream:
             return ""
         self._window.append(token)
         text = self._codec.decode(self._window)
-        if text.endswith(_REPLACEMENT) or self._codec.is_byte(token) or text == self._known_text:
+        if text.endswith(REPLACEMENT) or self._codec.is_byte(token) or text == self._known_text:
             return ""
         piece = text[len(self._known_text) :]
         del self._window[: self._known]
@@ -116,6 +116,12 @@ class TextStream:
     def rest(self) -> str:
         """What is not certain yet, as it would be at the end: bytes that are no whole character."""
         return self._codec.decode(self._window)[len(self._known_text) :]
+
+    def settle(self) -> str:
+        """The rest, as if it were certain: other text than it would have had with what follows."""
+        rest = self.rest()
+        self._known, self._known_text = len(self._window), self._known_text + rest
+        return rest
 
 
 class StoppingStream:

@@ -92,6 +92,12 @@ class RandomCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
+    def unread(self, names: set[str]) -> list[str]:
+        return sorted(self._shapes.keys() - names)
+
+    def quantized(self, name: str) -> None:
+        return None
+
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """float16, which a float16 graph takes without a copy. Other bounds give other weights."""
         rest = self._shapes[name][1:]

@@ -4,6 +4,7 @@
 measure.py export SOURCE [--precision int4]   seconds and peak memory of an export, checks included
 measure.py spare-row SOURCE                   what the spare attention row costs a one-row int4 pass
 measure.py chooser SOURCE                     what choosing a token costs, by sampler and size of the vocabulary
+measure.py translation BUNDLE                 what a round costs the host more where the draft has another tokenizer
 measure.py install                            size of a new environment with `outrider[cpu]`, and the import time
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import click
@@ -120,6 +122,40 @@ def chooser(source: str) -> None:
             figures.append(f"V = {rows.shape[1]:,}: {1e6 * statistics.median(times):.0f} us")
         name = ", ".join(f"{key} {value}" for key, value in options.items()) or "greedy"
         print(f"{name:32} {figures[0]:24} {figures[1]}")
+
+
+@main.command()
+@click.argument("bundle", type=Path)
+def translation(bundle: Path) -> None:
+    """Microseconds a round: three tokens read, and the draft's text of the next four proposed."""
+    from outrider.engines.bundle import Bundle
+    from outrider.runtime.bench import read_prompts
+    from outrider.runtime.text import TextCodec
+    from outrider.runtime.translate import Translation
+
+    opened = Bundle(bundle)
+    assert opened.manifest.draft is not None and opened.manifest.translated, f"{bundle}: not exported for translation"
+    target, draft = TextCodec(opened), TextCodec(opened, opened.manifest.draft.tokenizer)
+    between = Translation(target, draft)
+    text = "\n\n".join(prompt.text for prompt in read_prompts(ROOT / "scripts" / "prompts.jsonl"))
+    tokens = target.encode(text)
+    flush = np.zeros(10_000_000, np.float32)
+    for caches in ("warm", "cold"):
+        between.begin()
+        read, proposed = [], []
+        for length in range(100, len(tokens) - 4, 3):
+            drafted = draft.tokenizer.encode(target.decode(tokens[length : length + 4])).ids
+            for times, call in (
+                (read, partial(between.follow, tokens[:length])),
+                (proposed, partial(between.translate, drafted)),
+            ):
+                if caches == "cold":
+                    flush += 1
+                start = time.perf_counter()
+                call()
+                times.append(1e6 * (time.perf_counter() - start))
+        medians = f"read {statistics.median(read):.0f} us, propose {statistics.median(proposed):.0f} us"
+        print(f"{caches} caches: {medians} (medians of {len(read)} rounds)")
 
 
 @main.command()

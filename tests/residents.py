@@ -21,9 +21,12 @@ def on_cpu(folder: Path, threads: int = 2) -> Pipeline:
     """The graphs with heads on ONNX Runtime's CPU provider."""
     bundle = Bundle(folder)
     manifest, memory = bundle.manifest, HostMemory()
-    heads = HeadInputs(memory, manifest.target.vocab_size, noise_slots(manifest.tiers))
+    models, slots = manifest.models, noise_slots(manifest.tiers)
+    heads = {info.tokenizer: HeadInputs(memory, info.vocab_size, slots) for info in models.values()}
     engines = {
-        role: OrtEngine(bundle.path(info.resident_graph), info, memory=memory, threads=threads, heads=heads)
+        role: OrtEngine(
+            bundle.path(info.resident_graph), info, memory=memory, threads=threads, heads=heads[info.tokenizer]
+        )
         for role, info in manifest.models.items()
     }
     return Pipeline(bundle, engines["target"], engines.get("draft"))

@@ -452,7 +452,7 @@ def test_a_processor_that_fails(pair: Pipeline, k: int, drafter: str, failure: t
             raise failure
         return logits
 
-    options: dict[str, Any] = {"regex": "[a-z ]{12}", "temperature": 1.0, "seed": 1}
+    options: dict[str, Any] = {"regex": "[a-z ]{40}", "temperature": 1.0, "seed": 1}
     expected = fresh(pair, PROMPT, **options)
     with pytest.raises(failure):
         pair.generate(PROMPT, k=k, drafter=drafter, processors=[fail], **options)
