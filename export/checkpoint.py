@@ -83,17 +83,21 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> TokenizerFiles: ...
 
 
-def read_rows(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[NDArray[np.float32]]:
-    """The first ``rows`` rows of a tensor in slabs of bounded size, so that memory does not grow with the tensor."""
-    for start, stop in slab_bounds(checkpoint, name, rows):
+def read_rows(checkpoint: Checkpoint, name: str, rows: int, *, beside: int = 1) -> Iterator[NDArray[np.float32]]:
+    """The first ``rows`` rows of a tensor in slabs of bounded size, so that memory does not grow with the tensor.
+
+    Args:
+        beside: how many tensors like this one are read at a time, within the same bound.
+    """
+    for start, stop in slab_bounds(checkpoint, name, rows, beside):
         yield finite(checkpoint, name, checkpoint.read(name, start, stop))
 
 
-def slab_bounds(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[tuple[int, int]]:
+def slab_bounds(checkpoint: Checkpoint, name: str, rows: int, beside: int = 1) -> Iterator[tuple[int, int]]:
     """First row of each slab, and the row behind its last."""
     shape = checkpoint.shape(name)
     assert shape is not None, name
-    step = max(1, _SLAB_BYTES // (4 * int(np.prod(shape[1:], dtype=np.int64))))
+    step = max(1, _SLAB_BYTES // (4 * beside * int(np.prod(shape[1:], dtype=np.int64))))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
 

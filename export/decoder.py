@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 from outrider.export.attention import FusedLowering, Lowering, NormWeights, StandardLowering
 from outrider.export.checkpoint import Checkpoint, Quantized, read_all
+from outrider.export.experts import Experts
 from outrider.export.graph import GraphBuilder
 from outrider.export.matrices import Matrix, Table, store_matrix, store_table
 from outrider.export.precision import BITS, PRECISIONS_OF, check_beside, embeds_apart, float_type
@@ -96,8 +97,10 @@ def build_decoder(
 def _check_blocks(spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str) -> None:
     """Raises OutriderError when the inputs of a matrix cannot be cut into blocks."""
     widths = {"hidden_size": spec.hidden_size}
-    if lowering == "standard":  # the fused operators pad the last block
+    if lowering == "standard":  # the fused operators pad the last block; those of experts do not
         widths |= {"heads * head_dim": spec.num_heads * spec.head_dim, "intermediate_size": spec.intermediate_size}
+    if spec.num_experts:
+        widths["the size of an expert"] = spec.expert_size
     for name, width in widths.items():
         if width % BLOCK_SIZE:
             raise OutriderError(
@@ -222,6 +225,9 @@ class _Decoder:
     def _mlp_block(self, x: str, layer: int) -> str:
         """Gated, as SwiGLU (arXiv 2002.05202), gate and up in one product; or with one projection in."""
         graph, name, roles = self.graph, self._name(layer, "mlp"), self.spec.mlp_inputs
+        if self.spec.routed(layer):
+            experts = Experts(graph, self.spec, self.checkpoint, self.lowering, self.precision, layer, name)
+            return experts.mlp(x)
         if len(roles) == 1:
             hidden = self._linear(x, roles, layer, f"{name}.up")
             activated = self.lowering.activation(hidden, self.spec.activation, f"{name}.activated")

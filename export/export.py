@@ -177,7 +177,7 @@ def _plan(
     checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
     specs: dict[str, DecoderSpec | TracedDecoder] = {}
     if traces is None:
-        specs = {role: decoder_spec(checkpoint) for role, checkpoint in checkpoints.items()}
+        specs = {role: decoder_spec(source).for_length(options.max_length) for role, source in checkpoints.items()}
     tokenizers = {role: checkpoint.tokenizer() for role, checkpoint in checkpoints.items()}
     vocabularies = {role: vocabulary(files, sources[role]) for role, files in tokenizers.items()}
     files = dict.fromkeys(sources, TOKENIZER)

@@ -103,8 +103,8 @@ def check_settings(config: ReadConfig) -> None:
 def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> None:
     """Raises OutriderError for a tensor that the export would not read."""
     names = {name for name, _ in spec.expected_shapes()}
-    vocab = {f"{spec.embedding}.weight", f"{spec.head}.weight"}
-    names |= {name.removesuffix("weight") + "bias" for name in names - vocab}
+    alone = {f"{spec.embedding}.weight", f"{spec.head}.weight", *spec.expert_tensors()}  # beside which no bias is read
+    names |= {name.removesuffix("weight") + "bias" for name in names - alone}
     for name in checkpoint.unread(names):
         if name.endswith(_COMPUTED):
             continue

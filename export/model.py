@@ -117,7 +117,7 @@ class ModelExport:
         open_engine = OrtEngine if runs_here else widened_engine
         engine = open_engine(work / info.graph, info, threads=threads)
         used = (self.precision, self.head_precision, *self._tensor_precisions().values())
-        check = check_engine(engine, ids, expected, stored, used, self.checkpoint.path)
+        check = check_engine(engine, ids, expected, stored, used, self.checkpoint.path, routed=self._routed)
         info = replace(info, check=check | {"layers": float(self.spec.num_layers)})
         progress("compared with the checkpoint")
         if not runs_here:
@@ -174,6 +174,10 @@ class ModelExport:
             tokenizer=self.tokenizer,
             **self._provenance(),
         )
+
+    @property
+    def _routed(self) -> bool:
+        return self.spec.num_experts > 0
 
     def _provenance(self) -> dict[str, dict[str, int]]:
         formats = (self.lowering, self.precision, self.head_precision, self._tensor_precisions())

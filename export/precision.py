@@ -53,7 +53,8 @@ def check_patterns(spec: DecoderSpec, patterns: dict[str, str], source: Path) ->
 def _products(spec: DecoderSpec) -> Iterator[list[str]]:
     """The stems of the projections, those of one product together."""
     for layer in range(spec.num_layers):
-        for roles in (spec.stacked("q", "k", "v"), ("o",), spec.stacked(*spec.mlp_inputs), ("down",)):
+        mlp = () if spec.routed(layer) else (spec.stacked(*spec.mlp_inputs), ("down",))
+        for roles in (spec.stacked("q", "k", "v"), ("o",), *mlp):
             yield [spec.stem(role, layer) for role in roles]
 
 

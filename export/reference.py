@@ -55,8 +55,8 @@ def _softcap(x: Array, cap: float) -> Array:
     return np.asarray(np.tanh(x / np.float32(cap)) * np.float32(cap)) if cap else x
 
 
-def _linear(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int, x: Array) -> Array:
-    stem, order = spec.stem(role, layer), spec.row_order(role)
+def _linear(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int, x: Array, expert: int = 0) -> Array:
+    stem, order = spec.stem(role, layer, expert), spec.row_order(role)
     y = x @ read_all(checkpoint, f"{stem}.weight").T
     y = y if checkpoint.shape(f"{stem}.bias") is None else y + read_all(checkpoint, f"{stem}.bias")
     return y if order is None else y[..., order]
@@ -106,9 +106,28 @@ def _rotate(x: Array, inv_freq: NDArray[np.float64], scale: float) -> Array:
 
 
 def _mlp(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) -> Array:
+    if spec.routed(layer):
+        return _experts(spec, checkpoint, layer, x)
     first, *rest = _projections(spec, checkpoint, " ".join(spec.mlp_inputs), layer, x)
     hidden = _activated(spec, first)
     return _linear(spec, checkpoint, "down", layer, hidden * rest[0] if rest else hidden)
+
+
+def _experts(spec: DecoderSpec, checkpoint: Checkpoint, layer: int, x: Array) -> Array:
+    logits = _linear(spec, checkpoint, "router", layer, x)
+    odds = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    odds /= odds.sum(axis=-1, keepdims=True)
+    chosen = np.argsort(-odds, axis=-1, kind="stable")[:, : spec.experts_per_token]
+    weights = np.take_along_axis(odds, chosen, axis=-1)
+    if spec.normalized_routing:
+        weights /= weights.sum(axis=-1, keepdims=True)
+    total = np.zeros_like(x)
+    for expert in np.unique(chosen):
+        rows, places = np.nonzero(chosen == expert)
+        gate, up = (_linear(spec, checkpoint, f"expert_{part}", layer, x[rows], expert) for part in ("gate", "up"))
+        hidden = _activated(spec, gate) * up
+        total[rows] += weights[rows, places, None] * _linear(spec, checkpoint, "expert_down", layer, hidden, expert)
+    return total
 
 
 def _activated(spec: DecoderSpec, x: Array) -> Array:

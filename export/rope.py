@@ -10,23 +10,29 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 
+_IMPLEMENTED = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
-def inverse_frequencies(config: dict[str, Any], head_dim: int, kind_of_layer: str | None = None) -> NDArray[np.float64]:
+
+def inverse_frequencies(
+    config: dict[str, Any], head_dim: int, kind_of_layer: str | None = None, *, long: bool = False
+) -> NDArray[np.float64]:
     """float64 ``[n]``: radians that each of the first n pairs of dimensions turns per position.
 
     Args:
         kind_of_layer: whose entry of ``rope_parameters`` to take, in a config that has one for each kind.
+        long: of sequences beyond ``short_positions``.
 
     Raises:
-        OutriderError: a kind of scaling that is not implemented.
+        OutriderError: a kind of scaling that is not implemented, or one whose factors do not fit the head.
     """
     scaling = rope_settings(config, kind_of_layer)
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
     share = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     rotated = int(head_dim * share)
     frequencies: NDArray[np.float64] = 1.0 / theta ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
+    kind = rope_kind(scaling)
+    # Dynamic NTK changes the base beyond max_position_embeddings only, and no export is longer.
+    if kind in ("default", "dynamic"):
         return frequencies
     if kind == "linear":
         return np.asarray(frequencies / scaling["factor"])
@@ -34,9 +40,11 @@ def inverse_frequencies(config: dict[str, Any], head_dim: int, kind_of_layer: st
         return _llama3(frequencies, scaling)
     if kind == "yarn":
         return _yarn(frequencies, scaling, config, theta, rotated)
+    if kind == "longrope":
+        return _longrope(frequencies, scaling, "long_factor" if long else "short_factor")
     if kind == "factors":  # GGUF files carry the outcome of any scaling as one divisor a pair
         return np.asarray(frequencies / np.asarray(scaling["factors"], np.float64))
-    raise OutriderError(f"rope scaling {kind!r} is not implemented; implemented are default, linear, llama3 and yarn")
+    raise OutriderError(f"rope scaling {kind!r} is not implemented; implemented are {', '.join(_IMPLEMENTED)}")
 
 
 def rope_settings(config: dict[str, Any], kind_of_layer: str | None = None) -> dict[str, Any]:
@@ -56,6 +64,29 @@ def rope_settings(config: dict[str, Any], kind_of_layer: str | None = None) -> d
     return settings | ({"original_max_position_embeddings": original} if original else {})
 
 
+def rope_kind(settings: dict[str, Any]) -> str:
+    return str(settings.get("rope_type") or settings.get("type") or "default")
+
+
+def short_positions(config: dict[str, Any], kind_of_layer: str | None = None) -> int | None:
+    """The longest sequence that LongRoPE rotates by its short factors; None for other kinds."""
+    scaling = rope_settings(config, kind_of_layer)
+    return _original_positions(scaling, config) if rope_kind(scaling) == "longrope" else None
+
+
+def _original_positions(scaling: dict[str, Any], config: dict[str, Any]) -> int:
+    """The context before it was extended."""
+    return int(scaling.get("original_max_position_embeddings") or config["max_position_embeddings"])
+
+
+def _longrope(frequencies: NDArray[np.float64], scaling: dict[str, Any], which: str) -> NDArray[np.float64]:
+    """LongRoPE (arXiv 2402.13753): each pair has a divisor of its own."""
+    factors = np.asarray(scaling[which], np.float64)
+    if factors.shape != frequencies.shape:
+        raise OutriderError(f"{which} has {factors.size} values, and {frequencies.size} pairs of a head rotate")
+    return np.asarray(frequencies / factors)
+
+
 def _llama3(frequencies: NDArray[np.float64], scaling: dict[str, Any]) -> NDArray[np.float64]:
     """Llama 3.1: slow pairs are slowed by ``factor``, fast ones kept, those between blended."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -68,7 +99,7 @@ def _yarn(
     frequencies: NDArray[np.float64], scaling: dict[str, Any], config: dict[str, Any], theta: float, rotated: int
 ) -> NDArray[np.float64]:
     """YaRN (arXiv 2309.00071, section 3.2): pairs that turn often are kept, slow ones slowed, those between blended."""
-    length = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    length = _original_positions(scaling, config)
 
     def pair(turns: float) -> float:
         """The pair that turns so many times over the original context."""
@@ -83,12 +114,17 @@ def _yarn(
 
 
 def rotary_scale(config: dict[str, Any], kind_of_layer: str | None = None) -> float:
-    """What cos and sin are multiplied by: YaRN's temperature of attention (its equation 22), else 1."""
+    """What cos and sin are multiplied by: the temperature of attention of YaRN (its equation 22) and LongRoPE, or 1."""
     scaling = rope_settings(config, kind_of_layer)
-    if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
+    kind = rope_kind(scaling)
+    if kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
+    if kind == "longrope":
+        original = _original_positions(scaling, config)
+        factor = scaling.get("factor") or config["max_position_embeddings"] / original
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 from outrider.export.checkpoint import Checkpoint
 
+_OF_EXPERTS = ("router", "expert_gate", "expert_up", "expert_down")
+_OF_MLP = ("gate", "up", "gate_up", "down")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
@@ -20,18 +22,24 @@ class DecoderSpec:
 
     ``inv_freq`` is float64 ``[n]``, the rotation of each of the first n pairs of a head per position, scaling included
     (radians), and ``rotary_scale`` what cos and sin are multiplied by; ``local_inv_freq`` is that of layers with a
-    window, where it is another. ``windows`` has for each layer
-    how many positions it sees, its own included, 0 for all, and is empty where all see all; ``unrotated`` are layers
-    without positions. With ``position_table`` no layer rotates: what is added to the embedding of position p is row
-    ``first_position`` + p of that tensor, which has ``max_positions`` of them.
+    window, where it is another, and ``long_inv_freq`` that of sequences longer than ``short_positions``, where there
+    are such (``for_length``). ``windows`` has for each layer how many positions it sees, its own included, 0 for all,
+    and is empty where all see all; ``unrotated`` are layers without positions. With ``position_table`` no layer
+    rotates: what is added to the embedding of position p is row ``first_position`` + p of that tensor, which has
+    ``max_positions`` of them.
 
-    ``layer_names`` gives for each role the tensor name without ``.weight`` / ``.bias``, with ``{}`` for the layer.
-    Norms that have no name are not there; ``qkv`` and ``gate_up`` are projections in one tensor, stacked in that order.
+    ``layer_names`` gives for each role the tensor name without ``.weight`` / ``.bias``, with ``{}`` for the layer and a
+    second one for the expert. Norms that have no name are not there; ``qkv`` and ``gate_up`` are projections in one
+    tensor, stacked in that order.
     ``head`` equals ``embedding`` when they are tied. Biases are used where the checkpoint has them.
 
     ``norm`` is ``rms`` or ``layer``; weights of norms are ``norm_offset`` + what is stored; a query or key norm is over
     each head, or with ``wide_qk_norm`` over all of them. An MLP without a ``gate`` is not gated. With ``parallel`` it
     reads what attention reads, through its own norm where there is one. Softcaps are c in c * tanh(x / c), 0 for none.
+
+    With ``num_experts`` the MLP of a layer, but of ``dense_layers``, is the sum of the ``experts_per_token`` experts of
+    ``expert_size`` hidden units that its router finds most probable, weighted by their probabilities; with
+    ``normalized_routing`` these are scaled to a sum of 1.
     """
 
     architecture: str
@@ -52,6 +60,8 @@ class DecoderSpec:
     layers: tuple[int, ...] = ()  # which of the checkpoint's, in this order; empty for all
     rotary_scale: float = 1.0
     local_inv_freq: NDArray[np.float64] | None = None
+    long_inv_freq: NDArray[np.float64] | None = None
+    short_positions: int | None = None
     windows: tuple[int, ...] = ()
     unrotated: frozenset[int] = frozenset()
     position_table: str | None = None
@@ -62,6 +72,11 @@ class DecoderSpec:
     norm: str = "rms"
     norm_offset: float = 0.0
     parallel: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalized_routing: bool = True
+    dense_layers: frozenset[int] = frozenset()
     activation: str = "silu"
     attention_scale: float | None = None  # of query times key; 1 / sqrt(head_dim) by default
     scale_by_layer: bool = False  # divides it by the layer's number, counted from 1
@@ -85,12 +100,34 @@ class DecoderSpec:
             raise OutriderError(
                 f"activation {self.activation!r} is not implemented; implemented are {', '.join(ACTIVATIONS)}"
             )
+        if self.num_experts:
+            self._check_experts()
         if self.windows and len(self.windows) != self.num_layers:
             raise OutriderError(f"there are {self.num_layers} layers, and windows for {len(self.windows)}")
         scales = "norm_epsilon norm_offset attention_softcap logit_softcap embedding_scale residual_scale logit_scale"
         for name in (*scales.split(), *(["attention_scale"] if self.attention_scale is not None else [])):
             if not isinstance(getattr(self, name), (int, float)):
                 raise OutriderError(f"{name} is {getattr(self, name)!r}, not a number")
+
+    def _check_experts(self) -> None:
+        for name in ("num_experts", "experts_per_token", "expert_size"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise OutriderError(f"{name} is {size!r}, not a whole number from 1 up")
+        if self.experts_per_token > self.num_experts:
+            raise OutriderError(f"each token takes {self.experts_per_token} experts, and there are {self.num_experts}")
+        if self.activation != "silu":
+            raise OutriderError(f"activation {self.activation!r} is not implemented for experts; implemented is silu")
+
+    def for_length(self, length: int) -> DecoderSpec:
+        """The decoder of sequences of up to ``length`` tokens: LongRoPE has other rotations for long ones.
+
+        Keys in the cache keep the rotation that they were written with, so that an engine has one for all lengths.
+        """
+        if self.short_positions is None or min(length, self.max_positions) <= self.short_positions:
+            return self
+        assert self.long_inv_freq is not None
+        return replace(self, inv_freq=self.long_inv_freq)
 
     @property
     def tied(self) -> bool:
@@ -129,6 +166,7 @@ class DecoderSpec:
             layers=tuple(self.number(layer) for layer in layers),
             windows=tuple(self.window(layer) for layer in layers) if self.windows else (),
             unrotated=frozenset(index for index, layer in enumerate(layers) if layer in self.unrotated),
+            dense_layers=frozenset(index for index, layer in enumerate(layers) if layer in self.dense_layers),
         )
 
     def has(self, role: str) -> bool:
@@ -139,8 +177,12 @@ class DecoderSpec:
         """The roles of the first projections of the MLP."""
         return ("gate", "up") if self.has("gate") or self.has("gate_up") else ("up",)
 
-    def stem(self, role: str, layer: int) -> str:
-        return self.layer_names[role].format(self.number(layer))
+    def routed(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    def stem(self, role: str, layer: int, expert: int = 0) -> str:
+        return self.layer_names[role].format(self.number(layer), expert)
 
     def stacked(self, *roles: str) -> tuple[str, ...]:
         """``roles``, or the one role of the tensor that holds all of them."""
@@ -160,6 +202,10 @@ class DecoderSpec:
             "up": (self.intermediate_size, self.hidden_size),
             "gate_up": (2 * self.intermediate_size, self.hidden_size),
             "down": (self.hidden_size, self.intermediate_size),
+            "router": (self.num_experts, self.hidden_size),
+            "expert_gate": (self.expert_size, self.hidden_size),
+            "expert_up": (self.expert_size, self.hidden_size),
+            "expert_down": (self.hidden_size, self.expert_size),
         }[role]
 
     def row_order(self, role: str) -> NDArray[np.int64] | None:
@@ -185,11 +231,24 @@ class DecoderSpec:
             yield f"{self.position_table}.weight", (self.first_position + self.max_positions, self.hidden_size)
         for layer in range(self.num_layers):
             for role in self.layer_names:
+                if role in (_OF_MLP if self.routed(layer) else _OF_EXPERTS):
+                    continue
                 shape = (self.norm_size(role),) if role.endswith("norm") else self.linear_shape(role)
-                yield f"{self.stem(role, layer)}.weight", shape
+                for name in self._tensors(role, layer):
+                    yield name, shape
         yield f"{self.final_norm}.weight", (self.hidden_size,)
         if not self.tied:
             yield f"{self.head}.weight", (self.vocab_size, self.hidden_size)
+
+    def expert_tensors(self) -> Iterator[str]:
+        """Those of routers and experts."""
+        for layer in filter(self.routed, range(self.num_layers)):
+            for role in _OF_EXPERTS:
+                yield from self._tensors(role, layer)
+
+    def _tensors(self, role: str, layer: int) -> Iterator[str]:
+        for expert in range(self.num_experts if role.startswith("expert") else 1):
+            yield f"{self.stem(role, layer, expert)}.weight"
 
 
 def check_shapes(spec: DecoderSpec, checkpoint: Checkpoint) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.export.checkpoint import Checkpoint, TokenizerFiles
+from outrider.export.checkpoint import Checkpoint, TokenizerFiles, read_all
 from outrider.export.precision import BITS, embeds_apart
 from outrider.export.quantize import dequantize_blocks, quantize_blocks, quantize_fp8
 from outrider.export.spec import DecoderSpec
@@ -24,10 +25,18 @@ class StoredCheckpoint:
 
     Args:
         others: the precision of tensors that have one of their own, by stem.
+        beside: the stems of the tensors that are stored as one matrix, their rows beside each other, by each stem.
+        experts: the tensors of experts, which are never taken over.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, lowering: str, precision: str, others: dict[str, str] | None = None
+        self,
+        checkpoint: Checkpoint,
+        lowering: str,
+        precision: str,
+        others: dict[str, str] | None = None,
+        beside: dict[str, tuple[str, ...]] | None = None,
+        experts: frozenset[str] = frozenset(),
     ) -> None:
         self.path = checkpoint.path
         self.config = checkpoint.config
@@ -35,6 +44,9 @@ class StoredCheckpoint:
         self._lowering = lowering
         self._precision = precision
         self._others = others or {}
+        self._beside = beside or {}
+        self._experts = experts
+        self._peaks: tuple[tuple[str, ...], NDArray[np.float32]] | None = None
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._checkpoint.shape(name)
@@ -56,13 +68,28 @@ class StoredCheckpoint:
         if rows.ndim == 1 or name.startswith(_APART) or precision in ("fp32", "fp16"):
             return rows
         if precision == "fp8":
-            values, scales = quantize_fp8(rows)
-            return values.astype(np.float32) * scales[:, None].astype(np.float32)
+            return self._through_fp8(rows, self._beside.get(name.removesuffix(".weight")), start, stop)
+        bits = BITS[precision]
+        if name in self._experts:  # whose operator takes symmetric blocks
+            return dequantize_blocks(quantize_blocks(rows, bits), bits, rows.shape[1])
         if taken_over(self._checkpoint, name, self._lowering, precision):
             return rows
-        bits = BITS[precision]
         blocks = quantize_blocks(rows, bits, zero_points=self._lowering == "fused" and bits == 4)
         return dequantize_blocks(blocks, bits, rows.shape[1])
+
+    def _through_fp8(
+        self, rows: NDArray[np.float32], beside: tuple[str, ...] | None, start: int, stop: int
+    ) -> NDArray[np.float32]:
+        """With the scale that a whole row of the stored matrix has."""
+        if beside is None:
+            whole = rows
+        else:
+            if self._peaks is None or self._peaks[0] != beside:  # of one layer at a time
+                parts = (np.abs(read_all(self._checkpoint, f"{stem}.weight")).max(axis=1) for stem in beside)
+                self._peaks = beside, reduce(np.maximum, parts)
+            whole = np.column_stack([rows, self._peaks[1][start:stop]])
+        values, scales = quantize_fp8(whole)
+        return values[:, : rows.shape[1]].astype(np.float32) * scales[:, None].astype(np.float32)
 
 
 def as_stored(
@@ -83,6 +110,13 @@ def as_stored(
     others = tensor_precisions | dict.fromkeys((spec.embedding, spec.head), head_precision)
     if spec.position_table:  # added in the dtype of the activations
         others[spec.position_table] = "bf16" if precision == "bf16" else "fp32"
+    beside: dict[str, tuple[str, ...]] = {}
+    for layer in filter(spec.routed, range(spec.num_layers)):
+        others[spec.stem("router", layer)] = precision if precision == "bf16" else "fp32"
+        if lowering == "standard":
+            stems = tuple(spec.stem("expert_down", layer, expert) for expert in range(spec.num_experts))
+            beside |= dict.fromkeys(stems, stems)
     if embeds_apart(lowering, head_precision):
         spec = replace(spec, embedding=_APART + spec.embedding)
-    return spec, StoredCheckpoint(checkpoint, lowering, precision, others)
+    experts = frozenset(spec.expert_tensors())
+    return spec, StoredCheckpoint(checkpoint, lowering, precision, others, beside, experts)

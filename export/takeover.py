@@ -92,16 +92,18 @@ def provenance(
         tensor_precisions: of projections that have one of their own, by stem.
     """
     counts: dict[str, Counter[str]] = {"taken_over": Counter(), "rounded_anew": Counter()}
-    any_quantized = False
+    experts, any_quantized = set(spec.expert_tensors()), False
+    routers = {spec.stem("router", layer) for layer in filter(spec.routed, range(spec.num_layers))}
     for name, shape in spec.expected_shapes():
         stem = name.removesuffix(".weight")
         ends = stem in (spec.embedding, spec.head)
         apart = stem == spec.embedding and not spec.tied and embeds_apart(lowering, head_precision)
         stored = head_precision if ends else tensor_precisions.get(stem, precision)
-        if len(shape) < 2 or apart or stem == spec.position_table or stored not in (*BITS, "fp8"):
+        if len(shape) < 2 or apart or stem in (spec.position_table, *routers) or stored not in (*BITS, "fp8"):
             continue
         matrix = checkpoint.quantized(name)
         any_quantized |= matrix is not None
-        how = "rounded_anew" if taken_over(checkpoint, name, lowering, stored) is None else "taken_over"
+        own = None if name in experts else taken_over(checkpoint, name, lowering, stored)
+        how = "rounded_anew" if own is None else "taken_over"
         counts[how]["float" if matrix is None else matrix.type.name] += 1
     return {how: dict(sorted(count.items())) if any_quantized else {} for how, count in counts.items()}

@@ -21,6 +21,9 @@ def widen(model: onnx.ModelProto) -> onnx.ModelProto:
     weights = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.BFLOAT16}
     for node in graph.node:
         node.input[:] = [f"{name}.wide" if name in weights else name for name in node.input]
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.i == TensorProto.BFLOAT16:
+                attribute.i = TensorProto.FLOAT
     nodes = list(graph.node)
     del graph.node[:]
     graph.node.extend(

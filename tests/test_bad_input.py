@@ -89,7 +89,7 @@ CHECKPOINTS: dict[str, tuple[Change, list[str]]] = {
     "GGUF empty": (lambda folder: write("x.gguf", "")(folder) or folder / "x.gguf", ["x.gguf"]),
     "architecture": (config(model_type="mamba"), ["{source}", "'mamba'", "llama", "mistral"]),
     "architecture no name": (config(model_type=["llama"]), ["{source}", "not supported"]),
-    "rope scaling": (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), ["{source}", "'dynamic'", "llama3"]),
+    "rope scaling": (config(rope_scaling={"rope_type": "axial"}), ["{source}", "'axial'", "llama3"]),
     "rope scaling without factor": (config(rope_scaling={"rope_type": "llama3"}), ["{source}", "factor"]),
     "activation": (config(hidden_act="relu2"), ["{source}", "'relu2'", "silu"]),
     "sliding window": (config(sliding_window=4096), ["{source}", "sliding_window 4096"]),

@@ -45,6 +45,7 @@ TINY: dict[str, Any] = {
 }
 WINDOWS = {"sliding_window": 7}  # smaller than the prompt
 GONE = object()  # in place of a value: the key is left out
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 COHERE2 = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -79,6 +80,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "use_sliding_window": False},
     "cohere": {"model_type": "cohere", "logit_scale": 1.5},
     "cohere2": {"model_type": "cohere2", "logit_scale": 1.5, "layer_types": COHERE2, **WINDOWS},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **WINDOWS},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
     "gpt-neox": {"model_type": "gpt_neox", "head_dim": None, "hidden_size": 256, "rotary_pct": 0.25},
     "gpt-neox-in-turn": {
         "model_type": "gpt_neox",
@@ -267,12 +276,14 @@ def test_smaller_precisions_stay_close(
     found = engine_logits(checkpoint, out, lowering, precision, ids)["all"]
     shifted = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (expected.astype(np.float64), found)]
     divergence = (np.exp(shifted[0]) * (shifted[0] - shifted[1])).sum(-1).mean()
-    assert divergence < {"fp16": 1e-4, "fp8": 0.02, "int8": 1e-3, "int4": 0.15}[precision]
+    # A router near a tie sends a token to another expert.
+    scale = 2 if decoder_spec(open_checkpoint(str(checkpoint))).num_experts else 1
+    assert divergence < scale * {"fp16": 1e-4, "fp8": 0.02, "int8": 1e-3, "int4": 0.15}[precision]
     assert Bundle(out).manifest.target.exactness == "bitwise"
 
 
 DEFAULTED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3", "starcoder2")
-DEFAULTED += ("stablelm", "gpt_neox", "cohere", "cohere2", "llama", "gpt2", "opt", "falcon")
+DEFAULTED += ("stablelm", "gpt_neox", "cohere", "cohere2", "llama", "gpt2", "opt", "falcon", "mixtral", "qwen3_moe")
 
 
 @pytest.mark.parametrize("kind", DEFAULTED)
@@ -319,8 +330,13 @@ def test_every_family_builds_with_tensorrt(checkpoint: Path, workdir: Path) -> N
         ("qwen3", {"hidden_act": "tanh"}, ["activation 'tanh'", "silu"]),
         ("mistral-window", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
         ("gemma2", {"layer_types": ["full_attention"]}, ["3 layers", "windows for 1"]),
-        ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, ["rope scaling 'longrope'"]),
+        ("qwen3", {"rope_parameters": {"rope_type": "proportional"}}, ["rope scaling 'proportional'"]),
+        ("qwen3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 2]}}, ["short_factor", "8 pairs"]),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, ["rope scaling 'yarn'"]),
         ("granite", {"logits_scaling": 0}, ["wrong kind"]),
+        ("mixtral", {"hidden_act": "gelu"}, ["activation 'gelu'", "experts", "silu"]),
+        ("mixtral", {"num_experts_per_tok": 5}, ["5 experts", "are 4"]),
+        ("mixtral", {"num_local_experts": 5}, ["gate.weight", "[5, 64]"]),
         ("granite", {"residual_multiplier": "1"}, ["residual_scale is '1'"]),
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention"]),
         ("falcon-7b", {"alibi": True}, ["alibi"]),
@@ -365,6 +381,9 @@ EDITS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"rope_parameters": GONE, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("gemma3", {"rope_parameters": GONE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("qwen3", {"rope_scaling": {**LONGROPE, "factor": 4.0}}),
+    ("qwen3", {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 512}}),
     ("qwen3", {"rope_parameters": GONE, "rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 5e4}),
     (
         "llama-yarn",
@@ -377,6 +396,11 @@ EDITS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"attn_logit_softcapping": GONE, "final_logit_softcapping": GONE}),
     ("gemma3", {"query_pre_attn_scalar": GONE}),
     ("granite", {"attention_multiplier": GONE, "logits_scaling": GONE}),
+    ("mixtral", {"num_experts_per_tok": GONE, "rope_parameters": GONE}),
+    ("mixtral", {"num_experts_per_tok": 1}),
+    ("qwen3-moe", {"norm_topk_prob": True, "decoder_sparse_step": GONE}),
+    ("qwen3-moe", {"num_local_experts": GONE, "num_experts": 8, "norm_topk_prob": GONE}),
+    ("qwen3-moe", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}),
     ("stablelm", {"rope_parameters": GONE, "partial_rotary_factor": GONE}),
     ("starcoder2", {"hidden_act": GONE}),
     ("cohere2", {"logit_scale": GONE}),

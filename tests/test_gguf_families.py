@@ -19,7 +19,6 @@ from outrider.export.spec import DecoderSpec
 
 torch = pytest.importorskip("torch")
 
-NOT_READ = ("phi3-longrope",)
 # Those whose metadata transformers reads well enough: not their rope scaling, partial rotation and windows.
 READ_BY_TRANSFORMERS = ("qwen2", "qwen3", "gemma2", "phi3", "starcoder2", "gpt2")
 
@@ -31,7 +30,7 @@ def files(workdir: Path) -> Path:
     return workdir / "gguf-families"
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in NOT_READ])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_is_the_folder_that_it_was_made_from(name: str, files: Path, tmp_path: Path) -> None:
     """The same ``DecoderSpec``, which is compared with transformers elsewhere, and the same tensors to the last bit."""
     folder = open_checkpoint(str(write_folder(tmp_path / name, name)))
@@ -69,10 +68,3 @@ def test_settings_that_would_make_another_model(key: str, value: float, tiny: Pa
     write_gguf(tmp_path / "m.gguf", tiny, "F16", extra={f"llama.{key}": value})
     message = refused(lambda: decoder_spec(open_checkpoint(str(tmp_path / "m.gguf"))))
     assert f"{value!r} in its config is not implemented for this family" in message
-
-
-def test_longrope_is_refused_as_in_a_folder(files: Path, tmp_path: Path) -> None:
-    sources = (write_folder(tmp_path / "phi3", "phi3-longrope"), files / "phi3-longrope.gguf")
-    for source in sources:
-        message = refused(lambda source=source: decoder_spec(open_checkpoint(str(source))))
-        assert "rope scaling 'longrope'" in message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.engines.errors import OutriderError
-from outrider.export.rope import inverse_frequencies, rope_settings, rotary_scale
+from outrider.export.rope import inverse_frequencies, rope_settings, rotary_scale, short_positions
 
 LAYER = "model.layers.{}."
 ATTENTION = {
@@ -53,6 +53,7 @@ def base(
         raise OutriderError(f"partial_rotary_factor {share} is not implemented for this family")
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    short = short_positions(config, rotary)
     return {
         "architecture": config["model_type"],
         "hidden_size": config["hidden_size"],
@@ -66,6 +67,8 @@ def base(
         "max_positions": config["max_position_embeddings"],
         "inv_freq": inverse_frequencies(config, head_dim, rotary),
         "rotary_scale": rotary_scale(config, rotary),
+        "short_positions": short,
+        "long_inv_freq": None if short is None else inverse_frequencies(config, head_dim, rotary, long=True),
         "embedding": "model.embed_tokens",
         "final_norm": "model.norm",
         "head": "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 from outrider.export.architectures.common import LAYER, QUERY_KEY_NORMS, activation, alternating, base, windows
-from outrider.export.rope import inverse_frequencies
+from outrider.export.rope import inverse_frequencies, rope_kind, rope_settings
 from outrider.export.spec import DecoderSpec
 
 _NORMS = {
@@ -34,7 +34,7 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     fields = base(config, rotary="full_attention")
     fields["layer_names"] |= _NORMS
     if fields["rotary_scale"] != 1:
-        raise OutriderError("rope scaling 'yarn' is not implemented for this family")
+        raise _not_implemented(rope_settings(config, "full_attention"))
     if third:
         fields["layer_names"] |= QUERY_KEY_NORMS
         fields["local_inv_freq"] = _local_frequencies(config, fields["head_dim"])
@@ -54,4 +54,10 @@ def _local_frequencies(config: dict[str, Any], head_dim: int) -> NDArray[np.floa
     """Of layers with a window: not scaled where the others are, and with a base of their own."""
     base_frequency = config.get("rope_local_base_freq", 10000.0)
     parted = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if rope_kind(parted) in ("yarn", "longrope"):
+        raise _not_implemented(parted)
     return inverse_frequencies({"rope_theta": base_frequency, "rope_parameters": parted}, head_dim)
+
+
+def _not_implemented(settings: dict[str, Any]) -> OutriderError:
+    return OutriderError(f"rope scaling {rope_kind(settings)!r} is not implemented for this family")

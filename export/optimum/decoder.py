@@ -81,6 +81,10 @@ class TracedExport(ModelExport):
         with _about(self.checkpoint.path):
             return emit(self._rewritten, self.spec.architecture, weights, self.precision, progress)
 
+    @property
+    def _routed(self) -> bool:
+        return False
+
     def _provenance(self) -> dict[str, dict[str, int]]:
         return {}  # Optimum reads no quantized checkpoints
 
