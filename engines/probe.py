@@ -16,6 +16,8 @@ from outrider.engines.engine import PREFILL_CHUNK, Engine
 from outrider.engines.errors import OutriderError
 
 _POSITIONS = 12
+# Lengths of texts whose last positions lie around a power of two, where kernels cut their work in other ways.
+_CROSSING = (38, 70, 134)
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,31 @@ def probe_rows(engine: Engine, tiers: Sequence[int], seed: int = 0) -> RowProbe:
     """
     rng = np.random.default_rng(seed)
     widest = max(tiers) + 1
-    context = max(1, min(PREFILL_CHUNK, engine.info.capacity - widest) - _POSITIONS)
-    text = rng.integers(0, engine.info.vocab_size, context + _POSITIONS)
-    start = np.zeros(1, np.int32)
-    engine.plan(context, 1).run(text[None, :context], start)
-    by_width = {width: _logits_by(engine, text, width, rng) for width in {1, 2, *range(1, widest + 1)}}
+    longest = max(_POSITIONS + 1, min(PREFILL_CHUNK, engine.info.capacity - widest))
+    text = rng.integers(0, engine.info.vocab_size, longest)
+    parts = [text[:end] for end in _CROSSING if end < longest]
+    # One-row passes may use other kernels; what matters is the fewest rows from which on all passes agree.
+    exact = _exact_widths(engine, text, {1, 2, *range(1, widest + 1)}, rng)
+    for part in parts:
+        exact -= {1, 2, widest} - _exact_widths(engine, part, {1, 2, widest}, rng)
+    for min_rows in (1, 2):
+        if all(width in exact for width in range(min_rows, widest + 1)):
+            return RowProbe("bitwise", min_rows)
+    fixed = _are_fixed(engine, text, range(1, widest + 1), rng)
+    if fixed and all(_are_fixed(engine, part, (1, widest), rng) for part in parts):
+        return RowProbe("fixed-rows", widest)
+    return RowProbe("tolerance", 1)
+
+
+def _exact_widths(engine: Engine, text: NDArray[np.int64], widths: set[int], rng: np.random.Generator) -> set[int]:
+    """The widths that give the bits of the widest; none where a prefill of all of the text gives others.
+
+    Raises:
+        OutriderError: rows depend on what the other rows of the pass hold.
+    """
+    _prefill(engine, text)
+    widest = max(widths)
+    by_width = {width: _logits_by(engine, text, width, rng) for width in widths}
     # With other junk behind the text: at least one row of each pass is junk.
     first, second = (_logits_by(engine, text, widest, rng, valid=widest - 1) for _ in range(2))
     if not np.array_equal(first, second):
@@ -58,17 +80,24 @@ def probe_rows(engine: Engine, tiers: Sequence[int], seed: int = 0) -> RowProbe:
         )
     # The last of them only, as many as a pass of fixed shape gives.
     last = min(_POSITIONS, widest)
-    prefilled = engine.plan(len(text), last).run(text[None], start)[0, -last:].copy()
-    # One-row passes may use other kernels; what matters is the fewest rows from which on all passes agree.
-    exact = {width for width, logits in by_width.items() if np.array_equal(logits, first)}
-    for min_rows in (1, 2):
-        if np.array_equal(prefilled, first[-last:]) and all(width in exact for width in by_width if width >= min_rows):
-            return RowProbe("bitwise", min_rows)
-    engine.plan(context, 1).run(text[None, :context], start)  # the prefill of all of it has written the positions anew
-    fixed = (_logits_by(engine, text, widest, rng, valid=valid) for valid in range(1, widest + 1))
-    if all(np.array_equal(logits, first) for logits in fixed):
-        return RowProbe("fixed-rows", widest)
-    return RowProbe("tolerance", 1)
+    prefilled = engine.plan(len(text), last).run(text[None], np.zeros(1, np.int32))[0, -last:]
+    if not np.array_equal(prefilled, first[-last:]):
+        return set()
+    return {width for width, logits in by_width.items() if np.array_equal(logits, first)}
+
+
+def _are_fixed(engine: Engine, text: NDArray[np.int64], valid: Sequence[int], rng: np.random.Generator) -> bool:
+    """Whether passes of the most of ``valid`` rows give a row the same bits wherever it is among them."""
+    _prefill(engine, text)
+    widest = max(valid)
+    first, *others = (_logits_by(engine, text, widest, rng, valid=count) for count in valid)
+    return all(np.array_equal(logits, first) for logits in others)
+
+
+def _prefill(engine: Engine, text: NDArray[np.int64]) -> None:
+    """All but the last positions, which are written anew."""
+    context = len(text) - _POSITIONS
+    engine.plan(context, 1).run(text[None, :context], np.zeros(1, np.int32))
 
 
 def _logits_by(

@@ -18,6 +18,11 @@ from outrider.export.graph import CONTRIB, GraphBuilder
 from outrider.export.spec import DecoderSpec
 
 LOWERINGS = ("fused", "standard")
+# ONNX Runtime's products on the CPU add up the first so many terms, then the next, and join the sums; but all terms at
+# once where few columns are wanted. Scores are sums over a head, and their columns are the positions: a row's bits
+# would depend on how many rows stand behind it.
+_SUMMED_AT_ONCE = 128
+_FEW_POSITIONS = 64
 
 
 class NormWeights(NamedTuple):
@@ -99,16 +104,28 @@ class FusedLowering:
             return graph.input("rows", np.int32, [1])
         rows = graph.node("Shape", ["input_ids"], "rows.shape", start=1, end=2)
         rows = graph.node("Cast", [rows], "rows", to=_onnx_type(np.int32))
-        graph.input("spare_rows", np.int64, [1])
+        spare = graph.input("spare_rows", np.int64, [1])
+        if self._spec.head_dim > _SUMMED_AT_ONCE:
+            spare = self._spare_beyond(rows, _FEW_POSITIONS)
         width = (self._spec.num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim
         zero = graph.constant("spare.zero", np.zeros((1, 1, width)), graph.float_dtype)
         batch = graph.node("Shape", ["input_ids"], "batch.shape", start=0, end=1)
-        shape = graph.node("Concat", [batch, "spare_rows", graph.constant("one", [1])], "spare.shape", axis=0)
+        shape = graph.node("Concat", [batch, spare, graph.constant("one", [1])], "spare.shape", axis=0)
         graph.node("Expand", [zero, shape], "spare")
-        count = graph.node("Cast", ["spare_rows"], "spare.count", to=_onnx_type(np.int32))
+        count = graph.node("Cast", [spare], "spare.count", to=_onnx_type(np.int32))
         rows = graph.node("Add", [rows, count], "rows.attention")
         graph.node("Expand", [rows, batch], "query_rows")
         return rows
+
+    def _spare_beyond(self, rows: str, positions: int) -> str:
+        """Spare rows, as many as are asked for, but so many that each sequence has more than so many positions."""
+        graph = self._graph
+        shortest = graph.node("ReduceMin", ["cache_lengths", graph.constant("zero", [0])], "cache_lengths.shortest")
+        end = graph.node("Add", [shortest, rows], "rows.end")
+        wanted = graph.constant("positions.wanted", [positions + 1], np.int32)
+        lacking = graph.node("Sub", [wanted, end], "spare.lacking.int32")
+        lacking = graph.node("Cast", [lacking], "spare.lacking", to=_onnx_type(np.int64))
+        return graph.node("Max", ["spare_rows", lacking], "spare.rows")
 
     def positions(self) -> str:
         """Rows are counted by a sum over ones: shapes live on the host, and a captured graph must not copy."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checkpoints import write_tiny
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
@@ -20,7 +21,7 @@ from outrider.engines.engine import PlanShape, plan_table
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import RowProbe, probe_rows
-from outrider.export import ExportOptions, export_bundle
+from outrider.export import ExportOptions, attention, export_bundle
 from outrider.runtime import Pipeline, SamplingOptions
 from outrider.runtime.decode import decode
 from outrider.runtime.drafters.ngram import NgramDrafter
@@ -90,6 +91,29 @@ def test_rows_that_depend_on_each_other_are_refused(tmp_path: Path, tiers: list[
     """What per-tensor dynamic quantization does: another row changes this row's logits."""
     with pytest.raises(OutriderError, match="other rows of the pass change"):
         probe_rows(hand_made_engine(tmp_path / "m.onnx", mixing=1e-4), tiers)
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp32"])
+def test_wide_heads_around_64_positions(tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime adds up a head of more than 128 dimensions in other pieces as soon as there are 65 positions."""
+    source = write_tiny(tmp_path / "wide", heads=2, kv_heads=1, head_dim=256)
+    options = ExportOptions(precision=precision, tiers=(2, 4), max_length=96)
+    info = export_bundle(str(source), None, tmp_path / "bundle", options, threads=2).target
+    assert info.exactness == "bitwise"
+    engine = OrtEngine(tmp_path / "bundle" / info.graph, info, threads=2)
+    ids = np.random.default_rng(0).integers(0, 320, (1, 72))
+
+    def by(width: int) -> NDArray[np.float32]:
+        plan = engine.plan(width, width)
+        passes = [plan.run(ids[:, n : n + width], np.full(1, n, np.int32))[0].copy() for n in range(0, 72, width)]
+        return np.concatenate(passes)
+
+    widths = [width for width in (1, 2, 3, 4, 6, 8, 9, 36, 72) if width >= info.min_rows]
+    first, *others = map(by, widths)
+    assert all(np.array_equal(first, other) for other in others)
+    monkeypatch.setattr(attention, "_SUMMED_AT_ONCE", 256)  # the graph without its spare rows, which the probe finds
+    without = export_bundle(str(source), None, tmp_path / "without", options, threads=2).target
+    assert without.exactness != "bitwise"
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])
