@@ -107,7 +107,9 @@ class ModelExport:
         finally:
             for name in (part_info.graph, part_info.resident_graph):
                 (work / name).unlink()
-        return replace(checked, graph=info.graph, num_layers=info.num_layers)
+        return replace(
+            info, check=checked.check, exactness=checked.exactness, min_rows=checked.min_rows, device=checked.device
+        )
 
     def _check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
         ids = ids[: min(_CHECK_TOKENS, self.max_length)]

@@ -19,7 +19,7 @@ from refusals import cli, refused
 from safetensors.numpy import load_file, save_file
 
 from outrider.engines.bundle import Bundle, ModelInfo
-from outrider.export import ExportOptions, export_bundle, gguf_blocks
+from outrider.export import ExportOptions, export_bundle, gguf_blocks, model
 from outrider.export.checkpoint import open_checkpoint, read_all
 from outrider.export.quantize import dequantize_blocks, pack_blocks
 from outrider.runtime import Pipeline
@@ -261,6 +261,22 @@ def test_damaged_parts_are_named(plain: Path, tmp_path: Path, method: str, part:
     save_file(tensors if change is None else tensors | {name: np.ascontiguousarray(change(found))}, file)
     assert words in refused(lambda: export(tmp_path / "packed", tmp_path / "out", "int4"))
     assert not (tmp_path / "out").exists()
+
+
+def test_matrices_of_all_layers_are_counted_though_two_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "memory_bytes", lambda: 1)
+    write_packed(tmp_path / "packed", write_tiny(tmp_path / "plain", layers=3, intermediate=128), "awq")
+    info = export(tmp_path / "packed", tmp_path / "out", "int4")
+    assert (info.taken_over, info.num_layers, info.check["layers"]) == ({"awq 4-bit": 21}, 3, 2)
+
+
+def test_optimum_is_not_asked_to_trace_one(plain: Path, tmp_path: Path) -> None:
+    write_packed(tmp_path / "packed", plain, "gptq")
+    options = ExportOptions("fp32", via="optimum")
+    message = refused(lambda: export_bundle(str(tmp_path / "packed"), None, tmp_path / "out", options))
+    assert message.endswith("--via optimum takes no quantized checkpoint (quantization_config)")
 
 
 def load_packed(file: Path) -> Tensors:

@@ -151,6 +151,8 @@ def traced_decoder(checkpoint: Checkpoint, folder: Path) -> TracedDecoder:
     if not isinstance(checkpoint, HuggingFaceCheckpoint):
         raise OutriderError(f"{checkpoint.path}: --via optimum takes a Hugging Face folder or a hub id")
     config = checkpoint.config
+    if config.get("quantization_config"):
+        raise OutriderError(f"{checkpoint.path}: --via optimum takes no quantized checkpoint (quantization_config)")
     if config.get("rope_parameters") not in (None, _DEFAULT_ROPE):
         raise OutriderError(
             f"{checkpoint.path}: its config.json has rope_parameters, which the transformers that Optimum needs does "
