@@ -409,8 +409,9 @@ def test_a_rollback_forgets_refused_tokens_only(
 @pytest.mark.parametrize("name", ["prose", "chat"])
 def test_a_kept_prompt_is_in_the_drafts_cache_too(smollm2_pair: Pipeline, name: str) -> None:
     """vllm 47930: the same prompt again, served from the cache, had drafts that were seldom accepted."""
-    # A narrow choice, so that the draft is right now and then.
-    options = SamplingOptions(max_new_tokens=16, allowed_token_ids=smollm2_pair.codec.encode(" the and of in to"))
+    # A narrow choice without an end, so that the draft is right now and then.
+    words = smollm2_pair.codec.encode(" the and of in to")
+    options = SamplingOptions(max_new_tokens=16, min_new_tokens=16, allowed_token_ids=words)
     smollm2_pair.clear_caches()
     first, second = (smollm2_pair.generate(PROMPTS[name], options, k=4, drafter="model") for _ in range(2))
     assert first.stats.num_cached_tokens == 0
