@@ -92,17 +92,11 @@ def compare(
 
 def export_pairs(source: str, work: Path, precision: str, tiers: tuple[int, ...] = TIERS) -> dict[str, Pipeline]:
     """The target paired with itself and with its first layers, exported once into ``work``."""
-    from make_checkpoint import copy_checkpoint
-
     from outrider.export import ExportOptions, export_bundle
-    from outrider.export.checkpoint import open_checkpoint
 
     work.mkdir(parents=True, exist_ok=True)
-    draft = work / f"first-{DRAFT_LAYERS}-layers"
-    if not draft.exists():
-        copy_checkpoint(open_checkpoint(source), draft, DRAFT_LAYERS)
     pipelines = {}
-    for name, path in (("self", source), ("layers", str(draft))):
+    for name, path in (("self", source), ("layers", f"layers:0-{DRAFT_LAYERS - 1}")):
         bundle = work / f"{name}-{precision}"
         if not bundle.exists():
             export_bundle(source, path, bundle, ExportOptions(precision=precision, tiers=tiers), threads=2)

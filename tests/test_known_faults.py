@@ -432,7 +432,8 @@ def test_no_cache_keeps_refused_rows(tiny_bundle: Path, tiny_pipeline: Pipeline,
     for model in (tiny_pipeline.target, tiny_pipeline.draft):
         tokens = model.tokens
         model.keep([*whole, 0])
-        assert len(model.tokens) >= len(whole) - 1 - k, "the text is not in the cache"
+        # A last round without room for drafts leaves the draft behind by the round before it.
+        assert len(model.tokens) >= len(whole) - 2 - k, "the text is not in the cache"
         fresh = model.extend(whole[model.length :], 1)[0].copy()
         model.rollback(0)
         assert np.array_equal(model.extend(whole, 1)[0], fresh)
