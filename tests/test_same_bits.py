@@ -283,7 +283,7 @@ def test_every_option_on_a_real_model(smollm2_pair: Pipeline) -> None:
 
 def test_every_option_on_a_tiny_model(tiny_pipeline: Pipeline) -> None:
     """More of them, and longer: logits near each other, text of half characters, many ends."""
-    assert_drafts_of_both_kinds(check_every_option(tiny_pipeline, SHORT_PROMPTS, st.integers(0, 60), examples=160))
+    assert_drafts_of_both_kinds(check_every_option(tiny_pipeline, SHORT_PROMPTS, st.integers(0, 60), examples=300))
 
 
 FOX = "the quick brown fox"
