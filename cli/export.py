@@ -132,7 +132,9 @@ def _print(out: Path, manifest: Manifest, seconds: float) -> None:
 def _described(out: Path, model: ModelInfo) -> str:
     size, check = (out / model.weights).stat().st_size / 1e6, model.check
     stored = "the target's weights" if model.graph == CUT_GRAPH else f"{size:.1f} MB"
-    compared = "" if check["layers"] == model.num_layers else f" (its first and last of {model.num_layers} layers)"
+    compared = (
+        "" if check["layers"] == model.num_layers else f" ({check['layers']:.0f} of its {model.num_layers} layers)"
+    )
     # Of a few layers alone it would be no model's.
     perplexity = "" if compared else f"perplexity {check['perplexity']:.4g} ({check['perplexity_checkpoint']:.4g}), "
     return (

@@ -66,7 +66,7 @@ class Lowering(Protocol):
 
 
 class FusedLowering:
-    """Args: ``exact_rows`` gives attention as many zero rows more as the input ``spare_rows`` says.
+    """Args: ``exact_rows`` gives attention as many zero rows more as ``spare_rows`` says, or wide heads need.
 
     On the CPU a single row takes a kernel of its own, whose bits differ from a row's among many; with a spare row
     beside it, it takes the many-row kernel. There, too, each sequence of a batch has its own number of rows.

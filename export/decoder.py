@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 from outrider.export.attention import FusedLowering, Lowering, NormWeights, StandardLowering
-from outrider.export.checkpoint import Checkpoint, Quantized, read_all
+from outrider.export.checkpoint import Checkpoint, Quantized, finite, read_all
 from outrider.export.experts import Experts
 from outrider.export.graph import GraphBuilder
 from outrider.export.matrices import Matrix, Table, store_matrix, store_table
@@ -324,7 +324,8 @@ class _Decoder:
         known = min(self.capacity, spec.max_positions)
 
         def slabs() -> Iterator[NDArray[np.float32]]:
-            yield self.checkpoint.read(f"{stem}.weight", spec.first_position, spec.first_position + known)
+            rows = self.checkpoint.read(f"{stem}.weight", spec.first_position, spec.first_position + known)
+            yield finite(self.checkpoint, f"{stem}.weight", rows)
             yield np.zeros((self.capacity - known, spec.hidden_size), np.float32)
 
         weight = graph.weight(f"{stem}.weight", graph.float_dtype, (self.capacity, spec.hidden_size), slabs())

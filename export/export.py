@@ -136,7 +136,7 @@ def _export(
     _check_disk(out, jobs)
     with new_bundle(out, order, resume=resume) as work:
         steps = _Steps(progress, sum(job.steps for job in jobs.values()))
-        texts = {file: Tokenizer.from_str(files.json).encode(check_text()) for file, files in tokenizers.items()}
+        texts = {file: _whole_tokenizer(files).encode(check_text()) for file, files in tokenizers.items()}
         models = {}
         for role, job in jobs.items():
             step = partial(steps.step, role)
@@ -255,8 +255,12 @@ def _cut(spec: DecoderSpec | TracedDecoder, vocab: dict[str, int], source: str) 
 
 
 def _write_tokenizer(path: Path, files: TokenizerFiles) -> None:
+    _whole_tokenizer(files).save(str(path))
+
+
+def _whole_tokenizer(files: TokenizerFiles) -> Tokenizer:
+    """Without saved settings of somebody's training run: they would cut or pad texts without a word."""
     tokenizer = Tokenizer.from_str(files.json)
-    # Saved settings of somebody's training run: they would cut or pad prompts without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.save(str(path))
+    return tokenizer

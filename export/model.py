@@ -89,7 +89,7 @@ class ModelExport:
     def check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
         """Compare the engine with the checkpoint over the start of a text, and probe its rows.
 
-        Of a model too large for this machine's memory only the first layer and the last are checked, over the very
+        Of a model too large for this machine's memory only some layers are checked, one of each kind, over the very
         weights that were written; ``check["layers"]`` says how many were.
 
         Raises:
@@ -98,7 +98,7 @@ class ModelExport:
         size = (work / info.weights).stat().st_size
         if size <= _CHECKED_SHARE * memory_bytes() or self.spec.num_layers < 3:
             return self._check(work, info, ids, threads, progress)
-        ends = self.spec.of_layers((0, self.spec.num_layers - 1))
+        ends = self.spec.of_layers(self._one_of_each_kind())
         graph = PurePosixPath(self.graph).with_name("part.onnx").as_posix()
         part = replace(self, graph=graph, spec=ends, whole=self.graph)
         part_info = part.write(work, lambda _: None)
@@ -110,6 +110,17 @@ class ModelExport:
         return replace(
             info, check=checked.check, exactness=checked.exactness, min_rows=checked.min_rows, device=checked.device
         )
+
+    def _one_of_each_kind(self) -> tuple[int, ...]:
+        """The first layer, the last, and the first of every kind: window, positions, experts, precisions."""
+        spec, precisions = self.spec, self._tensor_precisions()
+        kinds: dict[object, int] = {}
+        for layer in range(spec.num_layers):
+            routed = spec.routed(layer)
+            stems = [spec.stem(role, layer) for role in spec.layer_names if not role.startswith("expert")]
+            formats = tuple(precisions.get(stem) for stem in stems)
+            kinds.setdefault((spec.window(layer), spec.rotation(layer), routed, formats), layer)
+        return tuple(sorted({0, spec.num_layers - 1, *kinds.values()}))
 
     def _check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
         ids = ids[: min(_CHECK_TOKENS, self.max_length)]
@@ -179,7 +190,7 @@ class ModelExport:
 
     @property
     def _routed(self) -> bool:
-        return self.spec.num_experts > 0
+        return any(self.spec.routed(layer) for layer in range(self.spec.num_layers))
 
     def _provenance(self) -> dict[str, dict[str, int]]:
         formats = (self.lowering, self.precision, self.head_precision, self._tensor_precisions())
