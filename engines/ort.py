@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from outrider.engines.huge_pages import huge_pages
 from outrider.engines.memory import Buffer, HostMemory, Launch, Memory
 from outrider.engines.plan import BoundPlan, EngineState
 from outrider.engines.providers import ProviderSetup, provider_package, provider_setup, run_config
+
+_NO_PIECES = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+_ENVIRONMENT = threading.Lock()  # engines may be opened by several threads
 
 
 def default_threads() -> int:
@@ -73,7 +77,7 @@ class OrtEngine:
         stream = getattr(self.memory, "stream", None)
         stream = None if stream is None else int(stream)
         setup = provider_setup(provider, info, graph, table, batch=batch, stream=stream, cache=cache)
-        with huge_pages() if provider == "cpu" else nullcontext():
+        with huge_pages() if provider == "cpu" else nullcontext(), _whole_attention():
             self.session = _open_session(setup, self.threads)
         self.input_names = frozenset(entry.name for entry in self.session.get_inputs())
         self._output_names = [entry.name for entry in self.session.get_outputs()]
@@ -161,6 +165,26 @@ def _device(provider: str, threads: int) -> str:
         names = ("model name", "cpu family", "model", "CPU part")
         processor = " ".join(known[name] for name in names if name in known) or processor
     return f"{processor}, {provider}, {threads} threads, onnxruntime {ort.__version__}"
+
+
+@contextmanager
+def _whole_attention() -> Iterator[None]:
+    """CPU kernels that are made in the block compute attention over all positions at once, not in pieces.
+
+    ONNX Runtime's GroupQueryAttention cuts positions into pieces by the size of the L2 cache (since its pull request
+    28962), and adds up heads wider than 128 in another way where the last piece is short: a row's bits would depend on
+    how many rows stand behind it. There is no session option, and the variable is read when a kernel is made.
+    """
+    with _ENVIRONMENT:
+        before = os.environ.get(_NO_PIECES)
+        os.environ[_NO_PIECES] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_NO_PIECES]
+            else:
+                os.environ[_NO_PIECES] = before
 
 
 def _open_session(setup: ProviderSetup, threads: int) -> Any:

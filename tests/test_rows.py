@@ -116,6 +116,24 @@ def test_wide_heads_around_64_positions(tmp_path: Path, precision: str, monkeypa
     assert without.exactness != "bitwise"
 
 
+def test_wide_heads_in_long_texts(tmp_path: Path) -> None:
+    """ONNX Runtime would cut positions into pieces, as many as fit into the L2 cache, and add up short ones otherwise.
+
+    For 256 dimensions a piece is 128 positions with 1 MiB, 256 with 2 MiB: bits would change at 192, 320, 448.
+    """
+    source = write_tiny(tmp_path / "wide", heads=2, kv_heads=1, head_dim=256)
+    options = ExportOptions(precision="int8", tiers=(2, 4), max_length=480)
+    info = export_bundle(str(source), None, tmp_path / "bundle", options, threads=2).target
+    engine = OrtEngine(tmp_path / "bundle" / info.graph, info, threads=2)
+    ids = np.random.default_rng(0).integers(0, 320, (1, 460))
+    together = engine.plan(460, 460).run(ids, np.zeros(1, np.int32))[0].copy()
+    for width in (1, 5):
+        plan = engine.plan(width, width)
+        for start in range(0, 460, width):
+            logits = plan.run(ids[:, start : start + width], np.full(1, start, np.int32))[0]
+            assert np.array_equal(logits, together[start : start + width]), (width, start)
+
+
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_the_spare_row_makes_one_row_passes_exact(tiny: Path, tmp_path: Path, precision: str) -> None:
     """With it, one row gives the bits of many; without it, the same graph does not."""
