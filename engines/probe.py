@@ -16,8 +16,9 @@ from outrider.engines.engine import PREFILL_CHUNK, Engine
 from outrider.engines.errors import OutriderError
 
 _POSITIONS = 12
-# Lengths of texts whose last positions lie around a power of two, where kernels cut their work in other ways.
-_CROSSING = (38, 70, 134)
+# Lengths of texts whose last positions lie where kernels cut their work in other ways: around a power of two, and 64
+# positions into the second piece of attention that is cut by 1 MiB of cache.
+_CROSSING = (38, 70, 134, 198)
 
 
 @dataclass(frozen=True)
