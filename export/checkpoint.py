@@ -97,7 +97,12 @@ def slab_bounds(checkpoint: Checkpoint, name: str, rows: int, beside: int = 1) -
     """First row of each slab, and the row behind its last."""
     shape = checkpoint.shape(name)
     assert shape is not None, name
-    step = max(1, _SLAB_BYTES // (4 * beside * int(np.prod(shape[1:], dtype=np.int64))))
+    return bounds(rows, 4 * beside * int(np.prod(shape[1:], dtype=np.int64)))
+
+
+def bounds(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Rows in slabs of bounded size: the first row of each, and the row behind its last."""
+    step = max(1, _SLAB_BYTES // max(1, row_bytes))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
 

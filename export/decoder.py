@@ -16,6 +16,7 @@ The graph contract, the same for prefill, verify and plain decoding (they differ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -28,8 +29,8 @@ from outrider.export.attention import FusedLowering, Lowering, NormWeights, Stan
 from outrider.export.checkpoint import Checkpoint, Quantized, finite, read_all
 from outrider.export.experts import Experts
 from outrider.export.graph import GraphBuilder
-from outrider.export.matrices import Matrix, Table, store_matrix, store_table
-from outrider.export.precision import BITS, PRECISIONS_OF, check_beside, embeds_apart, float_type
+from outrider.export.matrices import Matrix, Storage, Table, store_matrix, store_table
+from outrider.export.precision import BITS, PRECISIONS_OF, Formats, check_beside, embeds_apart, float_type
 from outrider.export.quantize import BLOCK_SIZE
 from outrider.export.spec import DecoderSpec
 from outrider.export.takeover import Slab, common_layout, common_order, floats, matrix_slabs, taken_over
@@ -42,12 +43,9 @@ def build_decoder(
     spec: DecoderSpec,
     checkpoint: Checkpoint,
     weights: Weights,
+    formats: Formats,
     *,
-    lowering: str,
-    precision: str,
     capacity: int,
-    head_precision: str | None = None,
-    tensor_precisions: dict[str, str] | None = None,
     progress: Progress = lambda stage: None,
 ) -> onnx.ModelProto:
     """Put the weights into ``weights`` and return the graph that refers to them.
@@ -55,21 +53,19 @@ def build_decoder(
     Args:
         spec: its ``vocab_size`` may be smaller than the checkpoint's, whose further rows are cut off.
         capacity: cache positions a sequence.
-        head_precision: of embedding and head; by default the same.
-        tensor_precisions: of projections that have one of their own, by stem; those of one product have the same.
         progress: called with the name of each part when it is written (embedding, each layer, head).
 
     Raises:
         OutriderError: a lowering that cannot express the precision, or a size that its operators do not take.
     """
+    lowering, precision = formats.lowering, formats.precision
     if precision not in PRECISIONS_OF[lowering]:
         others, last = PRECISIONS_OF[lowering][:-1], PRECISIONS_OF[lowering][-1]
         raise OutriderError(f"--lowering {lowering} has no {precision}; use {', '.join(others)} or {last}")
-    head_precision, tensor_precisions = head_precision or precision, tensor_precisions or {}
-    check_beside("--head-precision", lowering, precision, head_precision)
-    for other in tensor_precisions.values():
+    check_beside("--head-precision", lowering, precision, formats.head)
+    for other in formats.tensors.values():
         check_beside("--tensor-precision", lowering, precision, other)
-    for name in (precision, head_precision, *tensor_precisions.values()):
+    for name in formats.precisions:
         if name in BITS:
             _check_blocks(spec, checkpoint, lowering, name)
     if lowering == "fused" and spec.head_dim % FusedLowering.head_dim_multiple:
@@ -90,8 +86,7 @@ def build_decoder(
         lowered = FusedLowering(graph, spec, capacity, exact_rows=precision != "fp16")
     else:
         lowered = StandardLowering(graph, spec, capacity)
-    precisions = (precision, head_precision, tensor_precisions)
-    return _Decoder(graph, spec, checkpoint, lowered, *precisions, capacity, progress).build()
+    return _Decoder(graph, spec, checkpoint, lowered, formats, capacity, progress).build()
 
 
 def _check_blocks(spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str) -> None:
@@ -109,28 +104,15 @@ def _check_blocks(spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, prec
             )
 
 
+@dataclass(frozen=True)
 class _Decoder:
-    def __init__(
-        self,
-        graph: GraphBuilder,
-        spec: DecoderSpec,
-        checkpoint: Checkpoint,
-        lowering: Lowering,
-        precision: str,
-        head_precision: str,
-        tensor_precisions: dict[str, str],
-        capacity: int,
-        progress: Progress,
-    ) -> None:
-        self.graph = graph
-        self.spec = spec
-        self.checkpoint = checkpoint
-        self.lowering = lowering
-        self.precision = precision
-        self.head_precision = head_precision
-        self.tensor_precisions = tensor_precisions
-        self.capacity = capacity
-        self.progress = progress
+    graph: GraphBuilder
+    spec: DecoderSpec
+    checkpoint: Checkpoint
+    lowering: Lowering
+    formats: Formats
+    capacity: int
+    progress: Progress
 
     def build(self) -> onnx.ModelProto:
         graph, spec, lower = self.graph, self.spec, self.lowering
@@ -161,7 +143,7 @@ class _Decoder:
         rows = graph.node("Unsqueeze", ["logit_rows", graph.constant("minus_one", [-1])], "logit_rows.index")
         wanted = graph.node("GatherND", [hidden, rows], "hidden.wanted", batch_dims=1)
         normed = lower.norm(wanted, self._norm_weights(spec.final_norm), "final_norm")
-        apart = embeds_apart(lower.name, self.head_precision)
+        apart = embeds_apart(lower.name, self.formats.head)
         head = embedding if spec.tied and not apart else self._head()
         self._logits(head, normed)
         self.progress("head")
@@ -226,7 +208,7 @@ class _Decoder:
         """Gated, as SwiGLU (arXiv 2002.05202), gate and up in one product; or with one projection in."""
         graph, name, roles = self.graph, self._name(layer, "mlp"), self.spec.mlp_inputs
         if self.spec.routed(layer):
-            experts = Experts(graph, self.spec, self.checkpoint, self.lowering, self.precision, layer, name)
+            experts = Experts(graph, self.spec, self.checkpoint, self.lowering, self.formats.precision, layer, name)
             return experts.mlp(x)
         if len(roles) == 1:
             hidden = self._linear(x, roles, layer, f"{name}.up")
@@ -274,7 +256,7 @@ class _Decoder:
         stems = [self.spec.stem(role, layer) for role in roles]
         shapes = [self.spec.linear_shape(role) for role in roles]
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
-        how = (self.lowering.name, self.tensor_precisions.get(stems[0], self.precision))
+        how = (self.lowering.name, self.formats.of(stems[0]))
         own = [taken_over(self.checkpoint, f"{stem}.weight", *how) for stem in stems]
         same, order = common_order(own)
         if not same:
@@ -284,9 +266,8 @@ class _Decoder:
             self._rows(role, f"{stem}.weight", shape[0], part)
             for role, stem, shape, part in zip(roles, stems, shapes, own, strict=True)
         )
-        matrix = store_matrix(
-            self.graph, f"{name}.weight", (outputs, inputs), slabs, *how, common_layout(own, how[1]), order
-        )
+        storage = Storage(*how, common_layout(own, how[1]))
+        matrix = store_matrix(self.graph, f"{name}.weight", (outputs, inputs), slabs, storage, order)
         return matrix.matmul(x, name, self._bias(roles, stems, shapes, name))
 
     def _rows(self, role: str, name: str, rows: int, own: Quantized | None = None) -> Iterator[Slab]:
@@ -305,7 +286,7 @@ class _Decoder:
         return self._store_vector(f"{name}.bias", np.concatenate(parts))
 
     def _embedding(self) -> Table:
-        rounded = not embeds_apart(self.lowering.name, self.head_precision)
+        rounded = not embeds_apart(self.lowering.name, self.formats.head)
         *what, order = self._vocab_matrix(self.spec.embedding, rounded)
         if order is not None:
             raise OutriderError(
@@ -336,10 +317,10 @@ class _Decoder:
 
     def _vocab_matrix(self, stem: str, rounded: bool) -> tuple[Any, ...]:
         name, shape = f"{stem}.weight", (self.spec.vocab_size, self.spec.hidden_size)
-        how = (self.lowering.name, self.head_precision)
+        how = (self.lowering.name, self.formats.head)
         own = taken_over(self.checkpoint, name, *how) if rounded else None
         slabs = matrix_slabs(self.checkpoint, name, shape[0], None, own)
-        return name, shape, slabs, *how, common_layout([own], how[1]), own.input_order if own else None
+        return name, shape, slabs, Storage(*how, common_layout([own], how[1])), own.input_order if own else None
 
     def _store_vector(self, name: str, values: NDArray[np.float32]) -> str:
         return self.graph.weight(name, self.graph.float_dtype, values.shape, [values])

@@ -8,6 +8,7 @@ are weighted by the router: TensorRT has no operator that reads some of the matr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from onnx import helper
 from outrider.export.attention import Lowering
 from outrider.export.checkpoint import Checkpoint, read_rows
 from outrider.export.graph import CONTRIB, GraphBuilder
-from outrider.export.matrices import FloatMatrix, store_matrix
+from outrider.export.matrices import FloatMatrix, Storage, store_matrix
 from outrider.export.precision import BITS
 from outrider.export.quantize import ACCURACY_INT8, BLOCK_SIZE, SYMMETRIC, quantize_blocks
 from outrider.export.spec import DecoderSpec
@@ -25,26 +26,17 @@ from outrider.export.spec import DecoderSpec
 _NEVER = -1e4  # a router logit whose softmax is zero, within float16
 
 
+@dataclass(frozen=True)
 class Experts:
-    """The experts of one layer. See ``decoder.build_decoder`` for the arguments."""
+    """The experts of one layer; ``name`` is that of its nodes."""
 
-    def __init__(
-        self,
-        graph: GraphBuilder,
-        spec: DecoderSpec,
-        checkpoint: Checkpoint,
-        lowering: Lowering,
-        precision: str,
-        layer: int,
-        name: str,
-    ) -> None:
-        self.graph = graph
-        self.spec = spec
-        self.checkpoint = checkpoint
-        self.lowering = lowering
-        self.precision = precision
-        self.layer = layer
-        self.name = name
+    graph: GraphBuilder
+    spec: DecoderSpec
+    checkpoint: Checkpoint
+    lowering: Lowering
+    precision: str
+    layer: int
+    name: str
 
     def mlp(self, x: str) -> str:
         """``[B, R, hidden_size]`` -> the same."""
@@ -135,17 +127,16 @@ class Experts:
     def _all(self, x: str, weights: str, ids: str) -> str:
         graph, spec, name = self.graph, self.spec, self.name
         units = spec.num_experts * spec.expert_size
-        how = (self.lowering.name, self.precision)
+        storage = Storage(self.lowering.name, self.precision, SYMMETRIC)
         slabs = (slab for role in ("expert_gate", "expert_up") for slab in self._each(role))
         shape = (2 * units, spec.hidden_size)
-        gate_up = store_matrix(graph, f"{name}.gate_up.weight", shape, slabs, *how, SYMMETRIC)
+        gate_up = store_matrix(graph, f"{name}.gate_up.weight", shape, slabs, storage)
         halves = [f"{name}.gate", f"{name}.up"]
         graph.nodes("Split", [gate_up.matmul(x, f"{name}.gate_up")], halves, axis=-1, num_outputs=2)
         activated = self.lowering.activation(halves[0], spec.activation, f"{name}.activated")
         gated = graph.node("Mul", [activated, halves[1]], f"{name}.gated")
-        down = store_matrix(
-            graph, f"{name}.down.weight", (spec.hidden_size, units), self._side_by_side(), *how, SYMMETRIC
-        )
+        shape = (spec.hidden_size, units)
+        down = store_matrix(graph, f"{name}.down.weight", shape, self._side_by_side(), storage)
         return down.matmul(self._weighted(gated, weights, ids), f"{name}.output")
 
     def _weighted(self, gated: str, weights: str, ids: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.checkpoint import QuantizedType
-from outrider.export.quantize import BLOCK_SIZE, BlockLayout, Integers
+from outrider.export.quantize import BLOCK_SIZE, SYMMETRIC, BlockLayout, Integers
 
 Bytes = NDArray[np.uint8]
 
@@ -100,15 +100,15 @@ _READERS: dict[str, tuple[int, Callable[[Bytes], Integers]]] = {
     "Q4_K": (144, _q4_k),
     "Q6_K": (210, _q6_k),
 }
-_SYMMETRIC, _SHIFTED, _SMALL = BlockLayout(), BlockLayout(offsets=True), BlockLayout(BLOCK_SIZE // 2)
+_SHIFTED, _SMALL = BlockLayout(offsets=True), BlockLayout(BLOCK_SIZE // 2)
 # The other types have offsets, and bits that no precision has, so that they would never be taken over.
 TYPES = {
     name: QuantizedType(name, int(name[1]), layout)
     for name, layout in {
-        "Q4_0": _SYMMETRIC,
+        "Q4_0": SYMMETRIC,
         "Q4_1": _SHIFTED,
-        "Q5_0": _SYMMETRIC,
-        "Q8_0": _SYMMETRIC,
+        "Q5_0": SYMMETRIC,
+        "Q8_0": SYMMETRIC,
         "Q3_K": _SMALL,
         "Q4_K": _SHIFTED,
         "Q6_K": _SMALL,

@@ -7,7 +7,7 @@ tied embedding and head are the same bytes (but see ``embeds_apart``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,7 @@ from outrider.export.quantize import (
     pack_blocks,
     quantize_blocks,
     quantize_fp8,
+    rounded_layout,
 )
 from outrider.export.takeover import Slab, floats
 
@@ -206,40 +207,41 @@ def _product(graph: GraphBuilder, x: str, weight: str, name: str, bias: str | No
     return product if bias is None else graph.node("Add", [product, bias], name)
 
 
+class Storage(NamedTuple):
+    """``precision`` is one of ``PRECISIONS_OF[lowering]``; ``layout`` is that of blocks, where it has them."""
+
+    lowering: str
+    precision: str
+    layout: BlockLayout
+
+
 def store_matrix(
     graph: GraphBuilder,
     name: str,
     shape: tuple[int, int],
     slabs: Iterable[Slab],
-    lowering: str,
-    precision: str,
-    layout: BlockLayout,
+    storage: Storage,
     order: NDArray[np.int64] | None = None,
 ) -> Matrix:
-    """Write a matrix to the weights file in ``precision``, one of ``PRECISIONS_OF[lowering]``.
+    """Write a matrix to the weights file.
 
     Args:
-        slabs: rows to be rounded, and integers of ``layout`` that are stored as they are (``takeover``).
+        slabs: rows to be rounded, and integers of the storage's layout that are stored as they are (``takeover``).
         order: of the inputs of these integers, where it is another.
     """
     matrix: Matrix
-    if embeds_apart(lowering, precision):
-        matrix = DequantizedMatrix(graph, name, shape, slabs, precision)
+    if embeds_apart(storage.lowering, storage.precision):
+        matrix = DequantizedMatrix(graph, name, shape, slabs, storage.precision)
     else:
-        matrix = store_table(graph, name, shape, slabs, lowering, precision, layout)
+        matrix = store_table(graph, name, shape, slabs, storage)
     return matrix if order is None else OrderedMatrix(graph, name, matrix, order)
 
 
 def store_table(
-    graph: GraphBuilder,
-    name: str,
-    shape: tuple[int, int],
-    slabs: Iterable[Slab],
-    lowering: str,
-    precision: str,
-    layout: BlockLayout,
+    graph: GraphBuilder, name: str, shape: tuple[int, int], slabs: Iterable[Slab], storage: Storage
 ) -> Table:
     """As ``store_matrix``, for an embedding."""
+    lowering, precision, layout = storage
     if precision in BITS and not embeds_apart(lowering, precision):
         return BlockMatrix(graph, name, shape, slabs, BITS[precision], layout)
     return FloatMatrix(graph, name, shape, floats(slabs))
@@ -253,7 +255,7 @@ def _packed(
         if isinstance(slab, Integers):
             blocks = pack_blocks(slab, bits)
         else:
-            blocks = quantize_blocks(slab, bits, zero_points=layout.zero_points and bits == 4)
+            blocks = quantize_blocks(slab, bits, zero_points=layout.zero_points and rounded_layout(bits).zero_points)
         blocks = conform(blocks, bits, layout)
         rest.append(blocks._replace(packed=blocks.packed[:0].copy()))
         yield blocks.packed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -20,7 +21,7 @@ from outrider.export.checkpoint import Checkpoint
 from outrider.export.decoder import build_decoder
 from outrider.export.graph import save_model
 from outrider.export.heads import with_heads
-from outrider.export.precision import float_type, tensor_precisions
+from outrider.export.precision import Formats, float_type, tensor_precisions
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 from outrider.export.stored import as_stored
@@ -98,9 +99,9 @@ class ModelExport:
         size = (work / info.weights).stat().st_size
         if size <= _CHECKED_SHARE * memory_bytes() or self.spec.num_layers < 3:
             return self._check(work, info, ids, threads, progress)
-        ends = self.spec.of_layers(self._one_of_each_kind())
+        spec = self.spec.of_layers(self._one_of_each_kind())
         graph = PurePosixPath(self.graph).with_name("part.onnx").as_posix()
-        part = replace(self, graph=graph, spec=ends, whole=self.graph)
+        part = replace(self, graph=graph, spec=spec, whole=self.graph)
         part_info = part.write(work, lambda _: None)
         try:
             checked = part._check(work, part_info, ids, threads, progress)
@@ -113,12 +114,12 @@ class ModelExport:
 
     def _one_of_each_kind(self) -> tuple[int, ...]:
         """The first layer, the last, and the first of every kind: window, positions, experts, precisions."""
-        spec, precisions = self.spec, self._tensor_precisions()
+        spec, tensors = self.spec, self._formats.tensors
         kinds: dict[object, int] = {}
         for layer in range(spec.num_layers):
             routed = spec.routed(layer)
             stems = [spec.stem(role, layer) for role in spec.layer_names if not role.startswith("expert")]
-            formats = tuple(precisions.get(stem) for stem in stems)
+            formats = tuple(tensors.get(stem) for stem in stems)
             kinds.setdefault((spec.window(layer), spec.rotation(layer), routed, formats), layer)
         return tuple(sorted({0, spec.num_layers - 1, *kinds.values()}))
 
@@ -129,8 +130,8 @@ class ModelExport:
         runs_here = info.cache_dtype != "bfloat16"
         open_engine = OrtEngine if runs_here else widened_engine
         engine = open_engine(work / info.graph, info, threads=threads)
-        used = (self.precision, self.head_precision, *self._tensor_precisions().values())
-        check = check_engine(engine, ids, expected, stored, used, self.checkpoint.path, routed=self._routed)
+        precisions, source = self._formats.precisions, self.checkpoint.path
+        check = check_engine(engine, ids, expected, stored, precisions, source, routed=self._routed)
         info = replace(info, check=check | {"layers": float(self.spec.num_layers)})
         progress("compared with the checkpoint")
         if not runs_here:
@@ -142,28 +143,20 @@ class ModelExport:
 
     def _references(self, ids: list[int], threads: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Logits over a text of the checkpoint, and over the beginning of it of the checkpoint as stored."""
-        spec, formats = self.spec, (self.lowering, self.precision, self.head_precision)
-        expected = reference_logits(spec, self.checkpoint, np.array(ids))
-        read_back, rounded = as_stored(spec, self.checkpoint, *formats, self._tensor_precisions())
+        expected = reference_logits(self.spec, self.checkpoint, np.array(ids))
+        read_back, rounded = as_stored(self.spec, self.checkpoint, self._formats)
         if rounded is self.checkpoint:
             return expected, expected
         return expected, reference_logits(read_back, rounded, np.array(ids[:STORED_TOKENS]))
 
     def _decoder(self, weights: Weights, progress: Progress = lambda part: None) -> onnx.ModelProto:
-        return build_decoder(
-            self.spec,
-            self.checkpoint,
-            weights,
-            lowering=self.lowering,
-            precision=self.precision,
-            head_precision=self.head_precision,
-            tensor_precisions=self._tensor_precisions(),
-            capacity=cache_capacity(self.max_length),
-            progress=progress,
-        )
+        capacity = cache_capacity(self.max_length)
+        return build_decoder(self.spec, self.checkpoint, weights, self._formats, capacity=capacity, progress=progress)
 
-    def _tensor_precisions(self) -> dict[str, str]:
-        return tensor_precisions(self.spec, self.tensor_precision) if self.tensor_precision else {}
+    @cached_property
+    def _formats(self) -> Formats:
+        tensors = tensor_precisions(self.spec, self.tensor_precision) if self.tensor_precision else {}
+        return Formats(self.lowering, self.precision, self.head_precision, tensors)
 
     def _info(self) -> ModelInfo:
         """Of a model that is not checked yet."""
@@ -193,8 +186,7 @@ class ModelExport:
         return any(self.spec.routed(layer) for layer in range(self.spec.num_layers))
 
     def _provenance(self) -> dict[str, dict[str, int]]:
-        formats = (self.lowering, self.precision, self.head_precision, self._tensor_precisions())
-        return provenance(self.spec, self.checkpoint, *formats)
+        return provenance(self.spec, self.checkpoint, self._formats)
 
 
 def cache_capacity(max_length: int) -> int:

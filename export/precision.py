@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -12,6 +13,28 @@ from outrider.export.spec import DecoderSpec
 PRECISIONS_OF = {"fused": ("fp32", "fp16", "int8", "int4"), "standard": ("fp32", "fp16", "bf16", "fp8", "int4")}
 PRECISIONS = tuple(dict.fromkeys(PRECISIONS_OF["fused"] + PRECISIONS_OF["standard"]))
 BITS = {"int8": 8, "int4": 4}  # of the precisions that are stored in blocks
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How a model is stored: its lowering, the precision of its matrices, and those of some that have their own.
+
+    ``head`` is that of embedding and head, ``tensors`` those of projections, by stem; of one product all have the same.
+    """
+
+    lowering: str
+    precision: str
+    head: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, stem: str) -> str:
+        """The precision of a projection."""
+        return self.tensors.get(stem, self.precision)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """All that some matrix is stored in, the model's first."""
+        return self.precision, self.head, *self.tensors.values()
 
 
 def check_beside(option: str, lowering: str, precision: str, other: str) -> None:

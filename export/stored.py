@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, read_all
-from outrider.export.precision import BITS, embeds_apart
-from outrider.export.quantize import dequantize_blocks, quantize_blocks, quantize_fp8
+from outrider.export.precision import BITS, Formats, embeds_apart
+from outrider.export.quantize import dequantize_blocks, quantize_blocks, quantize_fp8, rounded_layout
 from outrider.export.spec import DecoderSpec
 from outrider.export.takeover import taken_over
 
@@ -74,7 +74,7 @@ class StoredCheckpoint:
             return dequantize_blocks(quantize_blocks(rows, bits), bits, rows.shape[1])
         if taken_over(self._checkpoint, name, self._lowering, precision):
             return rows
-        blocks = quantize_blocks(rows, bits, zero_points=self._lowering == "fused" and bits == 4)
+        blocks = quantize_blocks(rows, bits, zero_points=self._lowering == "fused" and rounded_layout(bits).zero_points)
         return dequantize_blocks(blocks, bits, rows.shape[1])
 
     def _through_fp8(
@@ -92,22 +92,12 @@ class StoredCheckpoint:
         return values[:, : rows.shape[1]].astype(np.float32) * scales[:, None].astype(np.float32)
 
 
-def as_stored(
-    spec: DecoderSpec,
-    checkpoint: Checkpoint,
-    lowering: str,
-    precision: str,
-    head_precision: str,
-    tensor_precisions: dict[str, str],
-) -> tuple[DecoderSpec, Checkpoint]:
-    """The model that an exact engine would be, for ``reference_logits``: the very arguments where little is rounded.
-
-    Args:
-        tensor_precisions: of projections that have one of their own, by stem.
-    """
-    if {precision, head_precision, *tensor_precisions.values()} <= {"fp32", "fp16"}:
+def as_stored(spec: DecoderSpec, checkpoint: Checkpoint, formats: Formats) -> tuple[DecoderSpec, Checkpoint]:
+    """The model that an exact engine would be, for ``reference_logits``: the very arguments where little is rounded."""
+    if set(formats.precisions) <= {"fp32", "fp16"}:
         return spec, checkpoint
-    others = tensor_precisions | dict.fromkeys((spec.embedding, spec.head), head_precision)
+    lowering, precision = formats.lowering, formats.precision
+    others = {**formats.tensors, **dict.fromkeys((spec.embedding, spec.head), formats.head)}
     if spec.position_table:  # added in the dtype of the activations
         others[spec.position_table] = "bf16" if precision == "bf16" else "fp32"
     beside: dict[str, tuple[str, ...]] = {}
@@ -116,7 +106,7 @@ def as_stored(
         if lowering == "standard":
             stems = tuple(spec.stem("expert_down", layer, expert) for expert in range(spec.num_experts))
             beside |= dict.fromkeys(stems, stems)
-    if embeds_apart(lowering, head_precision):
+    if embeds_apart(lowering, formats.head):
         spec = replace(spec, embedding=_APART + spec.embedding)
     experts = frozenset(spec.expert_tensors())
     return spec, StoredCheckpoint(checkpoint, lowering, precision, others, beside, experts)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.checkpoint import Checkpoint, Quantized, finite, read_rows, slab_bounds
-from outrider.export.precision import BITS, embeds_apart
+from outrider.export.precision import BITS, Formats, embeds_apart
 from outrider.export.quantize import SYMMETRIC, BlockLayout, Integers, rounded_layout
 from outrider.export.spec import DecoderSpec
 
@@ -76,20 +76,10 @@ def floats(slabs: Iterable[Slab]) -> Iterator[NDArray[np.float32]]:
         yield slab
 
 
-def provenance(
-    spec: DecoderSpec,
-    checkpoint: Checkpoint,
-    lowering: str,
-    precision: str,
-    head_precision: str,
-    tensor_precisions: dict[str, str],
-) -> dict[str, dict[str, int]]:
+def provenance(spec: DecoderSpec, checkpoint: Checkpoint, formats: Formats) -> dict[str, dict[str, int]]:
     """How many matrices of each type are the file's own, and how many were rounded anew.
 
     Empty for checkpoints that are not quantized, and of matrices that are stored in float.
-
-    Args:
-        tensor_precisions: of projections that have one of their own, by stem.
     """
     counts: dict[str, Counter[str]] = {"taken_over": Counter(), "rounded_anew": Counter()}
     experts, any_quantized = set(spec.expert_tensors()), False
@@ -97,13 +87,13 @@ def provenance(
     for name, shape in spec.expected_shapes():
         stem = name.removesuffix(".weight")
         ends = stem in (spec.embedding, spec.head)
-        apart = stem == spec.embedding and not spec.tied and embeds_apart(lowering, head_precision)
-        stored = head_precision if ends else tensor_precisions.get(stem, precision)
+        apart = stem == spec.embedding and not spec.tied and embeds_apart(formats.lowering, formats.head)
+        stored = formats.head if ends else formats.of(stem)
         if len(shape) < 2 or apart or stem in (spec.position_table, *routers) or stored not in (*BITS, "fp8"):
             continue
         matrix = checkpoint.quantized(name)
         any_quantized |= matrix is not None
-        own = None if name in experts else taken_over(checkpoint, name, lowering, stored)
+        own = None if name in experts else taken_over(checkpoint, name, formats.lowering, stored)
         how = "rounded_anew" if own is None else "taken_over"
         counts[how]["float" if matrix is None else matrix.type.name] += 1
     return {how: dict(sorted(count.items())) if any_quantized else {} for how, count in counts.items()}

@@ -20,6 +20,7 @@ from outrider.export.architectures import decoder_spec, qwen3_moe
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import open_checkpoint
 from outrider.export.decoder import build_decoder
+from outrider.export.precision import Formats
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
 from outrider.export.weights import WeightFile
@@ -121,6 +122,6 @@ def test_slabs_of_any_size_write_the_same_weights(
         monkeypatch.setattr(checkpoint, "_SLAB_BYTES", size)
         path = tmp_path / f"{size}.bin"
         with WeightFile(path) as weights:
-            build_decoder(decoder_spec(opened), opened, weights, lowering=lowering, precision=precision, capacity=64)
+            build_decoder(decoder_spec(opened), opened, weights, Formats(lowering, precision, precision), capacity=64)
         written.append(path.read_bytes())
     assert written[0] == written[1]

@@ -23,6 +23,7 @@ from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import decoder_spec
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import open_checkpoint, read_all
+from outrider.export.precision import Formats
 from outrider.export.quantize import quantize_fp8
 from outrider.export.reference import reference_logits
 from outrider.export.spec import DecoderSpec
@@ -87,7 +88,7 @@ def test_the_graph_means_the_same_elsewhere(exported: Exporter, precision: str) 
     """ONNX's own evaluator, which computes in bfloat16 what ONNX Runtime cannot."""
     bundle = exported("untied", precision)
     checkpoint = open_checkpoint(str(bundle.source))
-    spec, stored = as_stored(decoder_spec(checkpoint), checkpoint, "standard", precision, precision, {})
+    spec, stored = as_stored(decoder_spec(checkpoint), checkpoint, Formats("standard", precision, precision))
     ids = np.random.default_rng(0).integers(0, 320, 12)
     cache = np.zeros((1, bundle.info.num_kv_heads, bundle.info.capacity, bundle.info.head_dim))
     kind = ml_dtypes.bfloat16 if precision == "bf16" else np.float16
@@ -146,7 +147,7 @@ def test_another_model_does_not_pass(exported: Exporter, precision: str, fault: 
     bundle = exported("untied", precision)
     checkpoint = open_checkpoint(str(bundle.source))
     faulty = FAULTS[fault](decoder_spec(checkpoint))
-    spec, stored = as_stored(faulty, checkpoint, "standard", precision, precision, {})
+    spec, stored = as_stored(faulty, checkpoint, Formats("standard", precision, precision))
     ids = np.random.default_rng(0).integers(0, 320, 24)
     logits = reference_logits(spec, stored, ids)
     open_engine = widened_engine if precision == "bf16" else OrtEngine

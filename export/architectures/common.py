@@ -40,6 +40,8 @@ def base(
     rotary: str | None = None,
     partly_rotated: bool = False,
     norm_epsilon: str = "rms_norm_eps",
+    embedding: str = "model.embed_tokens",
+    head: str = "lm_head",
 ) -> dict[str, Any]:
     """Fields of ``DecoderSpec`` that are the same in all these families.
 
@@ -47,6 +49,7 @@ def base(
         rotary: the kind of layer whose rotary positions are those of all layers but the ones with a window.
         partly_rotated: whether the family rotates a part of each head where its config says so.
         norm_epsilon: the config's key.
+        embedding: its tensor; ``head`` is that of a head that is not tied to it.
     """
     share = rope_settings(config, rotary).get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if not partly_rotated and share not in (None, 1.0):
@@ -69,9 +72,9 @@ def base(
         "rotary_scale": rotary_scale(config, rotary),
         "short_positions": short,
         "long_inv_freq": None if short is None else inverse_frequencies(config, head_dim, rotary, long=True),
-        "embedding": "model.embed_tokens",
+        "embedding": embedding,
         "final_norm": "model.norm",
-        "head": "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head",
+        "head": embedding if config.get("tie_word_embeddings") else head,
         "layer_names": ATTENTION | MLP,
     }
 

@@ -32,11 +32,9 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
         norms = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     elif not parallel:
         norms["mlp_norm"] = "post_attention_layernorm"
-    fields = base(config, norm_epsilon="layer_norm_epsilon")
+    fields = base(config, norm_epsilon="layer_norm_epsilon", embedding="transformer.word_embeddings")
     fields |= {
-        "embedding": "transformer.word_embeddings",
         "final_norm": "transformer.ln_f",
-        "head": "transformer.word_embeddings" if config["tie_word_embeddings"] else "lm_head",
         "layer_names": {
             **{role: _LAYER + name for role, name in norms.items()},
             "qkv": _LAYER + "self_attention.query_key_value",

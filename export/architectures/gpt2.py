@@ -29,11 +29,9 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     config = renamed(defaults | config, _KEYS)
     config["intermediate_size"] = config.get("n_inner") or 4 * config["hidden_size"]
     config |= {"head_dim": None, "num_key_value_heads": None}  # which this family does not have
-    fields = base(config, norm_epsilon="layer_norm_epsilon")
+    fields = base(config, norm_epsilon="layer_norm_epsilon", embedding="transformer.wte")
     fields |= {
-        "embedding": "transformer.wte",
         "final_norm": "transformer.ln_f",
-        "head": "transformer.wte" if config["tie_word_embeddings"] else "lm_head",
         "layer_names": {
             "attention_norm": _LAYER + "ln_1",
             "qkv": _LAYER + "attn.c_attn",

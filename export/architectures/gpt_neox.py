@@ -13,11 +13,10 @@ _LAYER = "gpt_neox.layers.{}."
 def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     config = {"hidden_act": "gelu", "partial_rotary_factor": config.get("rotary_pct", 0.25)} | config
     config |= {"head_dim": None, "num_key_value_heads": None, "rope_theta": config.get("rotary_emb_base", 10000)}
-    fields = base(config, partly_rotated=True, norm_epsilon="layer_norm_eps")
+    names = {"embedding": "gpt_neox.embed_in", "head": "embed_out"}
+    fields = base(config, partly_rotated=True, norm_epsilon="layer_norm_eps", **names)
     fields |= {
-        "embedding": "gpt_neox.embed_in",
         "final_norm": "gpt_neox.final_layer_norm",
-        "head": "gpt_neox.embed_in" if config.get("tie_word_embeddings") else "embed_out",
         "layer_names": {
             "attention_norm": _LAYER + "input_layernorm",
             "qkv": _LAYER + "attention.query_key_value",

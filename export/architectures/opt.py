@@ -30,11 +30,9 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
         raise OutriderError(f"word_embed_proj_dim {config['word_embed_proj_dim']} is not implemented: not hidden_size")
     config |= {"intermediate_size": config["ffn_dim"], "layer_norm_eps": 1e-5}
     config |= {"head_dim": None, "num_key_value_heads": None}  # which this family does not have
-    fields = base(config, norm_epsilon="layer_norm_eps")
+    fields = base(config, norm_epsilon="layer_norm_eps", embedding=_DECODER + "embed_tokens")
     fields |= {
-        "embedding": _DECODER + "embed_tokens",
         "final_norm": _DECODER + "final_layer_norm",
-        "head": _DECODER + "embed_tokens" if config["tie_word_embeddings"] else "lm_head",
         "layer_names": {
             "attention_norm": _LAYER + "self_attn_layer_norm",
             **{role: f"{_LAYER}self_attn.{role}_proj" for role in ("q", "k", "v")},

@@ -10,9 +10,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
+from outrider.export.checkpoint import bounds
 from outrider.export.graph import GraphBuilder
 from outrider.export.matrices import BlockMatrix
-from outrider.export.optimum.matrix import SLAB_BYTES, Matrix, matrix_of, tensor_of
+from outrider.export.optimum.matrix import Matrix, matrix_of, tensor_of
 from outrider.export.optimum.trace import OPSET
 from outrider.export.precision import BITS
 from outrider.export.quantize import BLOCK_SIZE, rounded_layout
@@ -100,8 +101,7 @@ class _Emission:
         if tensor.nbytes <= _INLINE_BYTES:
             self._graph.constant(name, _in_range(array) if dtype == np.float16 else array, dtype)
             return
-        step = max(1, SLAB_BYTES // max(1, array[:1].nbytes))
-        slabs = (array[start : start + step] for start in range(0, len(array), step))
+        slabs = (array[start:stop] for start, stop in bounds(len(array), array[:1].nbytes))
         self._graph.weight(name, dtype, array.shape, slabs)
 
 

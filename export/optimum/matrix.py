@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-SLAB_BYTES = 32 << 20
+from outrider.export.checkpoint import bounds
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,9 @@ class Matrix:
     def slabs(self) -> Iterator[NDArray[np.float32]]:
         """Some rows after the other, so that memory does not grow with the matrix."""
         outputs, inputs = self.shape
-        step = max(1, SLAB_BYTES // (4 * inputs))
         array = tensor_of(self.value).numpy()
-        for start in range(0, outputs, step):
-            yield array[:, start : start + step].T if self.turned else array[start : start + step]
+        for start, stop in bounds(outputs, 4 * inputs):
+            yield array[:, start:stop].T if self.turned else array[start:stop]
 
 
 def tensor_of(initializer: ir.Value) -> ir.TensorProtocol:

@@ -13,12 +13,12 @@ from outrider.runtime.sampling.history import History
 from outrider.runtime.sequence import CachedModel
 
 
-class ModelDrafter:
-    """See ``drafters.Drafter``. It stops early where nothing could stand: behind an end, and past its own context."""
+class DraftModel:
+    """What drafters with a model have in common; ``_agreed`` cached tokens are known to be those of the text."""
 
     def __init__(self, model: CachedModel) -> None:
         self._model = model
-        self._agreed = 0  # cached tokens that are known to be those of the history
+        self.begin()
 
     @property
     def passes(self) -> int:
@@ -30,6 +30,14 @@ class ModelDrafter:
 
     def begin(self) -> None:
         self._agreed = 0
+
+
+def no_numbers() -> OutriderError:
+    return OutriderError("the draft model gives no numbers; export it again, or use --k 0")
+
+
+class ModelDrafter(DraftModel):
+    """See ``drafters.Drafter``. It stops early where nothing could stand: behind an end, and past its own context."""
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
         start = len(history)
@@ -43,7 +51,7 @@ class ModelDrafter:
                 history.push(draft.token)
             except Exception as error:
                 if not np.isfinite(logits).all():
-                    raise OutriderError("the draft model gives no numbers; export it again, or use --k 0") from error
+                    raise no_numbers() from error
                 break  # masks or a processor fail behind a draft: where the text gets there, the target's choice fails
             drafts.append(draft)
         history.rollback(start)

@@ -7,9 +7,9 @@ from math import isfinite
 
 import numpy as np
 
-from outrider.engines.errors import OutriderError
 from outrider.runtime.accept import Draft
 from outrider.runtime.drafters import Draw
+from outrider.runtime.drafters.model import DraftModel, no_numbers
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sequence import CachedModel
 from outrider.runtime.text import TextCodec
@@ -18,29 +18,20 @@ from outrider.runtime.translate import Translation
 _STEPS = 2  # draft steps a target token wanted, at most
 
 
-class TranslatedDrafter:
+class TranslatedDrafter(DraftModel):
     """See ``drafters.Drafter``; exact acceptance only.
 
     Drafts are the likeliest tokens, also where the target samples: its noise belongs to tokens that the draft has not.
     """
 
     def __init__(self, model: CachedModel, target: TextCodec, draft: TextCodec) -> None:
-        self._model = model
         self._codec = draft
         self._translation = Translation(target, draft)
-        self.begin()
-
-    @property
-    def passes(self) -> int:
-        return self._model.passes
-
-    @property
-    def seconds(self) -> float:
-        return self._model.seconds
+        super().__init__(model)
 
     def begin(self) -> None:
+        super().begin()
         self._translation.begin()
-        self._agreed = 0  # cached tokens that are known to be those of the text
         self._drafted = self._translated = 1  # tokens of this request in either vocabulary
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
@@ -74,7 +65,7 @@ class TranslatedDrafter:
             assert not isinstance(row, np.int64)  # the host chooses for this draft
             token = int(row.argmax())
             if not isfinite(row[token]):
-                raise OutriderError("the draft model gives no numbers; export it again, or use --k 0")
+                raise no_numbers()
             if self._codec.is_special(token):
                 return False
             drafted.append(token)
