@@ -30,6 +30,10 @@ class TextCodec:
         self._byte_ids = frozenset(self.tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)) - {None}
         self._alone: dict[int, str] = {}
 
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text, or of a conversation through the chat template.
 
