@@ -33,7 +33,7 @@ from outrider.engines.errors import OutriderError
     show_default=True,
     help="fp32, fp16, int8 or int4; with standard fp32, fp16, bf16, fp8 or int4.",
 )
-@click.option("--lowering", default="fused", show_default=True, help="fused (ONNX Runtime) or standard (opset 24).")
+@click.option("--lowering", help="fused (ONNX Runtime) or standard (opset 24).  [default: fused]")
 @click.option("--via", help="optimum: for an architecture without a file here (docs/export.md).")
 @click.option("--head-precision", help="Of embedding and head.  [default: the same]")
 @click.option(
@@ -64,7 +64,7 @@ def export(
     translate_draft: bool,
     out: Path,
     precision: str,
-    lowering: str,
+    lowering: str | None,
     via: str | None,
     head_precision: str | None,
     tensor_precision: dict[str, str],

@@ -41,7 +41,8 @@ Progress = Callable[[str, int, int], None]
 class ExportOptions:
     """``tiers`` are the values of K, ``max_length`` the longest sequence (prompt and output, in tokens).
 
-    A draft that runs on another device may need another precision and lowering; by default they are the target's.
+    The ``lowering`` is by default ``fused``. A draft that runs on another device may need another precision and
+    lowering; by default they are the target's.
     ``head_precision`` is that of embedding and head, by default the same; ``tensor_precision`` those of some of the
     target's other matrices, by pattern (``precision.tensor_precisions``). ``translate_draft`` allows a draft with
     another tokenizer. ``via`` is ``optimum`` for models that Optimum traces (``export/optimum``), which settles the
@@ -49,7 +50,7 @@ class ExportOptions:
     """
 
     precision: str = "int4"
-    lowering: str = "fused"
+    lowering: str | None = None
     tiers: tuple[int, ...] = (2, 4, 8)
     max_length: int = 2048
     draft_precision: str | None = None
@@ -60,18 +61,23 @@ class ExportOptions:
     via: str | None = None
 
     def __post_init__(self) -> None:
-        others = self.tensor_precision.values()
-        for precision in (self.precision, self.draft_precision, self.head_precision, *others):
+        apart = self.tensor_precision.values()
+        for precision in (self.precision, self.draft_precision, self.head_precision, *apart):
             if precision is None:
                 continue
             if precision not in PRECISIONS:
                 raise OutriderError(f"unknown precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
-        for lowering in (self.lowering, self.draft_lowering or self.lowering):
-            if lowering not in LOWERINGS:
+        for lowering in (self.lowering, self.draft_lowering):
+            if lowering is not None and lowering not in LOWERINGS:
                 raise OutriderError(f"unknown lowering {lowering!r}; choose one of {', '.join(LOWERINGS)}")
         if self.via is not None:
-            apart = {"--head-precision": self.head_precision, "--tensor-precision": self.tensor_precision}
-            check_traced_options(self.via, self.lowering, (self.precision, self.draft_precision), apart)
+            others = {
+                "--head-precision": self.head_precision,
+                "--tensor-precision": self.tensor_precision,
+                "--lowering": self.lowering,
+                "--draft-lowering": self.draft_lowering,
+            }
+            check_traced_options(self.via, (self.precision, self.draft_precision), others)
         if not self.tiers or min(self.tiers) < 1 or list(self.tiers) != sorted(set(self.tiers)):
             raise OutriderError(f"tiers {list(self.tiers)} must be rising whole numbers from 1 up, as in --k 2,4,8")
         if max(self.tiers) >= PREFILL_CHUNK:
@@ -80,15 +86,16 @@ class ExportOptions:
             raise OutriderError(f"--max-length {self.max_length} leaves no room for a prompt and a token")
 
     def of(self, role: str) -> ExportOptions:
-        """With the precision and lowering of one of the models."""
+        """With the precision and lowering of one of the models, which has one then."""
         if self.via is not None:
             precision = self.precision if role == "target" else self.draft_precision or self.precision
-            return replace(self, precision=precision, lowering=traced_lowering(precision))
+            return replace(self, precision=precision, lowering=traced_lowering(precision), via=None)  # settled by it
+        target = replace(self, lowering=self.lowering or "fused")
         if role == "target":
-            return self
-        precision, lowering = self.draft_precision or self.precision, self.draft_lowering or self.lowering
+            return target
+        precision, lowering = self.draft_precision or target.precision, self.draft_lowering or target.lowering
         # A draft of another kind is all of that kind.
-        same = (precision, lowering) == (self.precision, self.lowering)
+        same = (precision, lowering) == (target.precision, target.lowering)
         head = self.head_precision if same else None
         return replace(self, precision=precision, lowering=lowering, head_precision=head, tensor_precision={})
 
@@ -171,8 +178,7 @@ def _plan(
     cut = draft is not None and draft.startswith(PREFIX)
     if cut and options.via is not None:
         raise OutriderError(f"--draft {draft} does not go with --via optimum, whose graphs are not cut by layers")
-    if cut and (options.draft_precision or options.draft_lowering):
-        raise OutriderError(f"--draft {draft} has the target's weights; leave --draft-precision and -lowering out")
+    _check_unused(draft, cut, options)
     sources = {"target": target} | ({} if draft is None or cut else {"draft": draft})
     checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
     specs: dict[str, DecoderSpec | TracedDecoder] = {}
@@ -199,6 +205,20 @@ def _plan(
     return jobs, {files[role]: tokenizers[role] for role in reversed(sources)}  # the target's where they share one
 
 
+def _check_unused(draft: str | None, cut: bool, options: ExportOptions) -> None:
+    """Raises OutriderError for options of a draft model where there is none of its own."""
+    given = {
+        "--draft-precision": options.draft_precision,
+        "--draft-lowering": options.draft_lowering,
+        "--translate-draft": options.translate_draft,
+    }
+    unused = " and ".join(option for option, value in given.items() if value)
+    if unused and draft is None:
+        raise OutriderError(f"--draft none is no model that takes {unused}; leave that out")
+    if unused and cut:
+        raise OutriderError(f"--draft {draft} has the target's weights and tokenizer; leave {unused} out")
+
+
 def _model_export(
     role: str, spec: DecoderSpec | TracedDecoder, checkpoint: Checkpoint, options: ExportOptions
 ) -> ModelExport:
@@ -206,6 +226,7 @@ def _model_export(
         raise OutriderError(
             f"{checkpoint.path} has {spec.max_positions} positions; --max-length {options.max_length} is more"
         )
+    assert options.lowering is not None, "see ExportOptions.of"
     kind: Callable[..., ModelExport] = TracedExport
     if not isinstance(spec, TracedDecoder):
         kind = ModelExport

@@ -131,7 +131,7 @@ class GGUFCheckpoint:
 
 
 def _reader(path: Path) -> Any:
-    """That of ``gguf`` over a plain view of the file: slices of ``np.memmap``, one a token, take three times as long."""
+    """That of ``gguf`` over a plain view of the file: slices of ``np.memmap``, one a token, take thrice as long."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):

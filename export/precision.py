@@ -63,9 +63,15 @@ def tensor_precisions(spec: DecoderSpec, patterns: dict[str, str]) -> dict[str, 
 
 
 def check_patterns(spec: DecoderSpec, patterns: dict[str, str], source: Path) -> None:
-    """Raises OutriderError for a pattern that matches no projection."""
+    """Raises OutriderError for a pattern that matches no projection, or one of experts."""
     stems = [stem for group in _products(spec) for stem in group]
+    experts = [name.removesuffix(".weight") for name in spec.expert_tensors()]
     for pattern, precision in patterns.items():
+        for stem in (stem for stem in experts if fnmatchcase(stem, pattern)):
+            raise OutriderError(
+                f"--tensor-precision {pattern}={precision} matches {stem} in {source}, and experts keep --precision, "
+                f"routers are float; use patterns that match neither, such as *.{spec.stem('o', 0).rpartition('.')[2]}"
+            )
         if not any(fnmatchcase(stem, pattern) for stem in stems):
             raise OutriderError(
                 f"--tensor-precision {pattern}={precision} matches none of {stems[0]} to {stems[-1]} in {source} "

@@ -55,6 +55,16 @@ def test_the_graph_is_the_model_as_stored(workdir: Path, precision: str) -> None
     assert check["kl_stored"] < 1e-4 < check["kl"] + (precision == "bf16")
 
 
+@pytest.mark.parametrize("pattern", ["*.experts.1.*", "*.gate", "model.layers.0.*"])
+def test_experts_have_no_precision_of_their_own(workdir: Path, tmp_path: Path, pattern: str) -> None:
+    """A pattern for them, alone or among others, would do nothing that it says."""
+    options = ExportOptions("int4", tiers=(2,), max_length=64, tensor_precision={pattern: "int8"})
+    source = str(family("mixtral", workdir))
+    message = refused(lambda: export_bundle(source, None, tmp_path / "out", options))
+    assert message.startswith(f"--tensor-precision {pattern}=int8 matches model.layers.0.block_sparse_moe.")
+    assert source in message and message.endswith("such as *.o_proj")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_experts_do_not_pass_the_check(workdir: Path, fault: str) -> None:
     source = family("mixtral", workdir)

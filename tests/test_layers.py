@@ -94,15 +94,20 @@ def test_text_is_the_targets(source: Path, tmp_path: Path) -> None:
         ("layers:0-99999999", {}, ["layers 0 to 4"]),
         ("layers:0-4", {}, ["the whole target"]),
         ("layers:0", {"draft_precision": "int8"}, ["the target's weights", "--draft-precision"]),
-        ("layers:0", {"draft_lowering": "standard"}, ["the target's weights", "-lowering"]),
+        ("layers:0", {"draft_lowering": "standard"}, ["the target's weights", "--draft-lowering"]),
+        ("layers:0", {"translate_draft": True}, ["the target's weights", "--translate-draft"]),
+        ("none", {"draft_precision": "int8", "translate_draft": True}, ["--draft-precision and --translate-draft"]),
+        ("none", {"draft_lowering": "standard"}, ["--draft-lowering"]),
     ],
 )
 def test_refusals(source: Path, tmp_path: Path, draft: str, more: dict[str, Any], words: list[str]) -> None:
     options = ExportOptions(**SMALL, **more)
-    message = refused(lambda: export_bundle(str(source), draft, tmp_path / "out", options))
+    given = None if draft == "none" else draft
+    message = refused(lambda: export_bundle(str(source), given, tmp_path / "out", options))
     for word in (draft, *words):
         assert word in message
-    given = [part for name, value in more.items() for part in (f"--{name.replace('_', '-')}", value)]
-    command = ["--target", source, "--draft", draft, "--out", tmp_path / "out", "--max-length", 96, *given]
+    flags = [(f"--{name.replace('_', '-')}", value) for name, value in more.items()]
+    changes = [part for flag, value in flags for part in ([flag] if value is True else [flag, value])]
+    command = ["--target", source, "--draft", draft, "--out", tmp_path / "out", "--max-length", 96, *changes]
     assert refused_by_cli("export", *command) == message
     assert not list(tmp_path.iterdir())

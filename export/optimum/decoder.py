@@ -103,24 +103,22 @@ class TracedExport(ModelExport):
             return expected, trace.logits(ids[:STORED_TOKENS], threads, rounded)[:, : self.spec.vocab_size]
 
 
-def check_traced_options(
-    via: str, lowering: str, precisions: Sequence[str | None], apart: Mapping[str, object]
-) -> None:
+def check_traced_options(via: str, precisions: Sequence[str | None], others: Mapping[str, object]) -> None:
     """Raises OutriderError for options that a traced graph does not take.
 
     Args:
-        apart: options that give some matrices a precision of their own, with their values.
+        others: options that choose a lowering, or the precision of some matrices, with their values.
     """
     if via != "optimum":
         raise OutriderError(f"unknown exporter {via!r} for --via; the only one is optimum")
     for precision in precisions:
         if precision is not None and precision not in PRECISIONS:
-            others, last = ", ".join(PRECISIONS[:-1]), PRECISIONS[-1]
-            raise OutriderError(f"--via optimum has no {precision}; use {others} or {last}")
-        if lowering == "standard" and precision in BITS:
-            raise OutriderError(f"--via optimum --lowering standard has no {precision}; use fp32 or fp16")
-    for option in (option for option, value in apart.items() if value):
-        raise OutriderError(f"{option} does not go with --via optimum, where all matrices have one precision")
+            *most, last = PRECISIONS
+            raise OutriderError(f"--via optimum has no {precision}; use {', '.join(most)} or {last}")
+    for option in (option for option, value in others.items() if value):
+        raise OutriderError(
+            f"{option} does not go with --via optimum: one precision is that of all matrices, and settles the lowering"
+        )
 
 
 def traced_lowering(precision: str) -> str:
