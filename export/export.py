@@ -118,7 +118,8 @@ def export_bundle(
         progress: called with a stage ("target: layer 3"), and how many of how many stages are done.
 
     Raises:
-        OutriderError: see the modules that read, pair, write and check; nothing is left behind.
+        OutriderError: see the modules that read, pair, write and check; nothing is left behind but what ``resume``
+            goes on with, after an error of the system.
     """
     out = check_out(out)
     with nullcontext() if options.via is None else traces_beside(out) as traces:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from outrider.engines.errors import OutriderError
-from outrider.export.weights import JOURNAL
+from outrider.export.weights import JOURNAL, read_journal, write_note
 
 _ORDER = ".order.json"  # what is being exported; an interrupted export goes on with the same only
 
@@ -21,38 +21,32 @@ _ORDER = ".order.json"  # what is being exported; an interrupted export goes on 
 def new_bundle(folder: str | Path, order: str = "", *, resume: bool = False) -> Iterator[Path]:
     """A folder beside ``folder`` that becomes it when the block ends well, and vanishes when it does not.
 
-    Where the process is interrupted or killed it stays if a journal of weights is in it (``WeightFile``).
+    Where the process is interrupted or killed, or the system gives an error (a full disk), it stays if a journal of
+    weights is in it (``WeightFile``).
 
     Args:
         order: what is exported, with all settings (``describe``).
         resume: go on in what an interrupted export of the same order left, if there is any.
 
     Raises:
-        OutriderError: ``folder`` exists, its parent does not, an interrupted export is in the way or was another, or
-            the disk is full.
+        OutriderError: ``folder`` exists, its parent does not, an interrupted export is in the way, was another or is
+            damaged, or the disk is full.
     """
     folder = check_out(folder)
     work = _work(folder)
-    kept = False
     try:
-        _begin(work, order, resume)
-    except OSError as error:
-        raise OutriderError(f"could not write {folder}: {error.strerror or error}") from error
-    with _claimed(work):
-        try:
-            yield work
-            for name in (_ORDER, JOURNAL):
-                for path in work.rglob(name):
+        work.mkdir(exist_ok=True)
+        with _claimed(work):
+            _check_left(work, order, resume)
+            with _kept_if_begun(work):
+                if not (work / _ORDER).exists():
+                    write_note(work / _ORDER, order)
+                yield work
+                work.rename(folder)
+                for path in (*folder.rglob(f"{_ORDER}*"), *folder.rglob(f"{JOURNAL}*")):
                     path.unlink()
-            work.rename(folder)
-        except OSError as error:
-            raise OutriderError(f"could not write {folder}: {error.strerror or error}; nothing was kept") from error
-        except KeyboardInterrupt:
-            kept = _begun(work)
-            raise
-        finally:
-            if not kept:
-                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise OutriderError(f"could not write {folder}: {error.strerror or error}; {_left(folder)}") from error
 
 
 def check_out(folder: str | Path) -> Path:
@@ -76,10 +70,14 @@ def left_bytes(folder: Path) -> int:
 
 def interrupted(folder: Path) -> str:
     """What an interruption left behind, in words."""
+    return f"interrupted; {_left(folder)}"
+
+
+def _left(folder: Path) -> str:
     size = left_bytes(folder)
     if not size:
-        return "interrupted; nothing was kept"
-    return f"interrupted; {_work(folder)} keeps {size / 1e9:.1f} GB: the same command with --resume goes on from there"
+        return "nothing was kept"
+    return f"{_work(folder)} keeps {size / 1e9:.1f} GB: the same command with --resume goes on from there"
 
 
 def describe(sources: list[Path], settings: object) -> str:
@@ -93,24 +91,44 @@ def _work(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def _begin(work: Path, order: str, resume: bool) -> None:
-    if work.exists():
-        with _claimed(work):
-            if not _begun(work):
-                shutil.rmtree(work)
-            elif not resume:
-                raise OutriderError(f"{work} is an interrupted export; go on with --resume, or remove it")
-            elif json.loads((work / _ORDER).read_text()) != order:
-                raise OutriderError(
-                    f"{work} is an interrupted export of another checkpoint or with other options; remove it, or give "
-                    "the same command"
-                )
-    work.mkdir(exist_ok=True)
-    (work / _ORDER).write_text(json.dumps(order))
+def _check_left(work: Path, order: str, resume: bool) -> None:
+    """Raises OutriderError for what cannot be gone on with; what was hardly begun is removed."""
+    if not _begun(work):
+        for path in work.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return
+    if not resume:
+        raise OutriderError(f"{work} is an interrupted export; go on with --resume, or remove it")
+    note = work / _ORDER
+    try:
+        same = json.loads(note.read_text(encoding="utf-8")) == order
+        for note in work.rglob(JOURNAL):
+            read_journal(note)
+    except (OSError, ValueError) as error:
+        raise OutriderError(
+            f"{work} is an interrupted export that cannot go on ({note.relative_to(work)}: {error}); remove it and "
+            "export again"
+        ) from error
+    if not same:
+        raise OutriderError(
+            f"{work} is an interrupted export of another checkpoint or with other options; remove it, or give the same "
+            "command"
+        )
 
 
 def _begun(work: Path) -> bool:
     return any(work.rglob(JOURNAL))
+
+
+@contextmanager
+def _kept_if_begun(work: Path) -> Iterator[None]:
+    """After an error what there is goes, but for one that may not come again where much is there to go on with."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, (KeyboardInterrupt, OSError)) or not _begun(work):
+            shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 @contextmanager

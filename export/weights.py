@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from outrider.engines.bundle import WEIGHTS
 from outrider.engines.errors import OutriderError
 
 JOURNAL = ".journal.json"
@@ -46,9 +47,7 @@ class WeightFile:
         self._marked = 0
         self.places: dict[str, Place] = {}
         if self._journal.exists():
-            noted = json.loads(self._journal.read_text())
-            self._marked = noted["end"]
-            self.places = {name: Place(*place) for name, place in noted["places"].items()}
+            self._marked, self.places = read_journal(self._journal)
         self._file = path.open("r+b" if self.places else "wb")
         self._file.truncate(self._marked)
         self._file.seek(self._marked)
@@ -71,9 +70,7 @@ class WeightFile:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
-        work = self._journal.with_suffix(".new")
-        work.write_text(json.dumps({"end": end, "places": self.places}))
-        work.replace(self._journal)
+        write_note(self._journal, {"end": end, "places": self.places})
         self._marked = end
 
     def __enter__(self) -> WeightFile:
@@ -81,6 +78,33 @@ class WeightFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def read_journal(path: Path) -> tuple[int, dict[str, Place]]:
+    """The bytes of the weights beside a journal that it speaks for, and what is where in them.
+
+    Raises:
+        OSError, ValueError: it cannot be read or is damaged, or the weights are fewer.
+    """
+    noted = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        end, places = int(noted["end"]), {name: Place(*place) for name, place in noted["places"].items()}
+    except (TypeError, LookupError, AttributeError):
+        raise ValueError("not a journal of weights") from None
+    size = path.with_name(WEIGHTS).stat().st_size
+    if size < end:
+        raise ValueError(f"{WEIGHTS} beside it has {size} bytes of {end}")
+    return end, places
+
+
+def write_note(path: Path, content: object) -> None:
+    """As JSON; it takes its place when it is on the disk, so that a crash leaves the one before or this, whole."""
+    work = path.with_name(f"{path.name}.new")
+    with work.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    work.replace(path)
 
 
 class SharedWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import write_tiny
-from refusals import cli, refused, refused_by_cli
+from refusals import cli, cut, refused, refused_by_cli, remove, write
 from safetensors.numpy import load_file, save_file
 
 from outrider.engines.bundle import Bundle
@@ -132,6 +133,34 @@ def test_another_order_does_not_go_on(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("marks")
+def test_damaged_notes_of_an_interrupted_export(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """They are refused with what to do, and nothing of the export is touched; a note half written is no harm."""
+
+    def run(progress: Any = lambda *_: None) -> None:
+        options = ExportOptions(**SMALL)
+        export_bundle(str(source), "layers:1-2", tmp_path / "out", options, threads=2, resume=True, progress=progress)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_at(3))
+    (left,) = tmp_path.iterdir()
+    order, journal, stored = ".order.json", "target/.journal.json", "target/weights.bin"
+    damages = [cut(order, lambda size: size // 2), remove(order), cut(journal, lambda size: size - 9)]
+    damages += [write(journal, "[]"), write(journal, b"\xff"), write(journal, "{}"), cut(stored, lambda size: 0)]
+    for damage in damages:
+        kept = contents(left)
+        damage(left)
+        before = contents(tmp_path)
+        message = refused(run)
+        assert message.startswith(f"{left} is an interrupted export that cannot go on (") and "remove it" in message
+        assert contents(tmp_path) == before
+        for name, content in kept.items():
+            (left / name).write_bytes(content)
+    (left / "target" / ".journal.json.new").write_text('{"end')
+    run()
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.usefixtures("marks")
 def test_two_exports_at_once(source: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         export_bundle(str(source), None, tmp_path / "out", ExportOptions(**SMALL), threads=2, progress=stop_at(3))
@@ -149,16 +178,21 @@ def test_two_exports_at_once(source: Path, tmp_path: Path) -> None:
 def test_the_command_says_how_to_go_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["export", "--target", source, "--draft", "none", "--out", tmp_path / "out", "--max-length", 96]
     mark, calls = weights.WeightFile.mark, []
+    stops = {3: KeyboardInterrupt(), 5: OSError(errno.ENOSPC, "No space left on device")}
 
-    def interrupted(self: weights.WeightFile) -> None:
+    def stopped(self: weights.WeightFile) -> None:
         mark(self)
         calls.append(self)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
+        if len(calls) in stops:
+            raise stops[len(calls)]
 
-    monkeypatch.setattr(weights.WeightFile, "mark", interrupted)
+    monkeypatch.setattr(weights.WeightFile, "mark", stopped)
     message = refused_by_cli(*command)
     assert message.startswith("interrupted; ") and "--resume" in message
+    (left,) = tmp_path.iterdir()
+    message = refused_by_cli(*command, "--resume")
+    assert message.startswith(f"could not write {tmp_path / 'out'}: No space left on device; {left} keeps ")
+    assert "--resume" in message and list(tmp_path.iterdir()) == [left]
     assert cli(*command, "--resume").exit_code == 0
     assert Bundle(tmp_path / "out").manifest.target.num_layers == 4
 

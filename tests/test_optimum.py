@@ -214,8 +214,8 @@ def test_the_check_finds_another_model(workdir: Path, tmp_path: Path, monkeypatc
     [
         ({"via": "other"}, ["'other'", "optimum"]),
         ({"precision": "bf16"}, ["bf16", "fp32, fp16, int8 or int4"]),
-        ({"precision": "fp32", "lowering": "fused"}, ["--lowering", "--via optimum", "settles"]),
-        ({"draft_lowering": "standard"}, ["--draft-lowering", "--via optimum", "settles"]),
+        ({"precision": "fp32", "lowering": "fused"}, ["--lowering", "--via optimum"]),
+        ({"draft_lowering": "standard"}, ["--draft-lowering", "--via optimum"]),
         ({"precision": "fp32", "head_precision": "fp32"}, ["--head-precision", "--via optimum"]),
         ({"tensor_precision": {"*": "int8"}}, ["--tensor-precision", "--via optimum"]),
     ],

@@ -117,7 +117,7 @@ def check_traced_options(via: str, precisions: Sequence[str | None], others: Map
             raise OutriderError(f"--via optimum has no {precision}; use {', '.join(most)} or {last}")
     for option in (option for option, value in others.items() if value):
         raise OutriderError(
-            f"{option} does not go with --via optimum: one precision is that of all matrices, and settles the lowering"
+            f"{option} does not go with --via optimum, where one precision is that of all matrices and settles the rest"
         )
 
 
