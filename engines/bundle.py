@@ -69,6 +69,11 @@ class ModelInfo:
     rounded_anew: dict[str, int] = field(default_factory=dict)
 
     @property
+    def precisions(self) -> tuple[str, ...]:
+        """All that some matrix is stored in, each once, the model's first."""
+        return tuple(dict.fromkeys((self.precision, self.head_precision, *self.tensor_precision.values())))
+
+    @property
     def resident_graph(self) -> str:
         """The graph with heads (``export/heads.py``)."""
         return PurePosixPath(self.graph).with_suffix(".resident.onnx").as_posix()

@@ -55,10 +55,11 @@ class ProviderSetup:
 def check_provider(provider: str, info: ModelInfo, graph: Path) -> None:
     """Refuse a provider that does not exist, and a graph that it does not run, saying what to export instead."""
     _, precisions, lowering = _known(provider)
-    if info.precision in precisions and lowering in (None, info.lowering):
+    if set(info.precisions) <= set(precisions) and lowering in (None, info.lowering):
         return
     wanted = f"--precision {' or '.join(precisions)}" + (f" --lowering {lowering}" if lowering else "")
-    raise OutriderError(f"{graph} is {info.precision}, {info.lowering}; the {provider} provider runs {wanted}")
+    found = " and ".join(info.precisions)
+    raise OutriderError(f"{graph} is {found}, {info.lowering}; the {provider} provider runs {wanted}")
 
 
 def provider_package(provider: str) -> tuple[str, str]:

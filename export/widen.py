@@ -41,7 +41,8 @@ def widened_engine(graph: Path, info: ModelInfo, threads: int | None) -> OrtEngi
     """ONNX Runtime on ``widen`` of a graph file; nothing is left beside it."""
     path = graph.with_name("widened.onnx")
     save_model(widen(onnx.load(graph, load_external_data=False)), path)
+    wide = replace(info, precision="fp32", head_precision="fp32", tensor_precision={}, cache_dtype="float32")
     try:
-        return OrtEngine(path, replace(info, precision="fp32", cache_dtype="float32"), threads=threads)
+        return OrtEngine(path, wide, threads=threads)
     finally:
         path.unlink()

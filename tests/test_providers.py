@@ -215,7 +215,7 @@ def test_what_each_provider_runs() -> None:
     }
     precisions = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
     for provider, lowering, precision in product(PROVIDERS, ("fused", "standard"), precisions):
-        info = replace(INFO, lowering=lowering, precision=precision)
+        info = replace(INFO, lowering=lowering, precision=precision, head_precision=precision)
         if precision in accepted.get((provider, lowering), set()):
             providers.check_provider(provider, info, GRAPH)
             continue
@@ -225,6 +225,13 @@ def test_what_each_provider_runs() -> None:
         assert wanted and wanted[1] in accepted[provider, wanted[2] or lowering]
         with pytest.raises(OutriderError, match="provider runs"):
             provider_setup(provider, info, GRAPH, TABLE)
+
+
+@pytest.mark.parametrize("apart", [{"head_precision": "int8"}, {"tensor_precision": {"*.down_proj": "int8"}}])
+def test_matrices_of_another_precision_count_too(apart: dict[str, Any]) -> None:
+    info = replace(INFO, lowering="fused", **apart)
+    providers.check_provider("cpu", info, GRAPH)
+    assert refusal("cuda", info, GRAPH).startswith(f"{GRAPH} is fp16 and int8, fused; the cuda provider runs ")
 
 
 def test_unknown_provider_is_refused_with_the_choices() -> None:

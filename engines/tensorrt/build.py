@@ -144,10 +144,10 @@ def _serialized(
 
 def check_graph(bundle: Bundle, info: ModelInfo) -> None:
     """Raises OutriderError for a graph of operators that are not TensorRT's."""
-    if info.lowering != "standard" or info.precision not in TENSORRT_PRECISIONS:
-        *others, last = TENSORRT_PRECISIONS
+    if info.lowering != "standard" or not set(info.precisions) <= set(TENSORRT_PRECISIONS):
+        found, (*others, last) = " and ".join(info.precisions), TENSORRT_PRECISIONS
         raise OutriderError(
-            f"{bundle.path(info.graph)} is {info.precision}, {info.lowering}; TensorRT takes --lowering standard "
+            f"{bundle.path(info.graph)} is {found}, {info.lowering}; TensorRT takes --lowering standard "
             f"--precision {', '.join(others)} or {last}: export again"
         )
 
