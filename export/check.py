@@ -103,6 +103,11 @@ def check_engine(
     products = ("fp16",) if engine.info.cache_dtype == "float16" else (precision, *others)
     limit = max(_KL_LIMITS[name] for name in products)
     near = compare(engine, ids[: len(stored)], stored)
+    if engine.info.cache_dtype == "float16" and not np.isfinite(near.max_difference) and np.isfinite(stored).all():
+        raise OutriderError(
+            f"the {precision} engine of {source} gives no numbers: activations leave float16's range (65504 at most); "
+            "export with --precision fp32 or int8, or with --lowering standard --precision bf16"
+        )
     within = near.kl <= limit and near.max_difference <= max(_LOGIT_LIMITS.get(name, np.inf) for name in products)
     if not (near.median_kl <= limit if routed else within):
         raise OutriderError(

@@ -229,3 +229,18 @@ def test_values_that_float16_does_not_hold(source: Path, tmp_path: Path) -> None
     message = refused(lambda: export_bundle(str(other), None, tmp_path / "out", ExportOptions("fp16", **SMALL)))
     assert "layer.3.mlp" in message and "7e+04" in message and "65504" in message
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("lowering", "precision"), [("fused", "fp16"), ("standard", "int4")])
+def test_activations_that_float16_does_not_hold(source: Path, tmp_path: Path, lowering: str, precision: str) -> None:
+    """As Gemma's: the weights fit, what is computed of them does not."""
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    file = other / "model-00001.safetensors"
+    tensors = load_file(file)
+    for part in ("up", "down"):
+        tensors[f"model.layers.3.mlp.{part}_proj.weight"] *= 5e3
+    save_file(tensors, file)
+    options = ExportOptions(precision, lowering, **SMALL)
+    message = refused(lambda: export_bundle(str(other), None, tmp_path / "out", options, threads=2))
+    assert message.startswith(f"the {precision} engine of {other} gives no numbers: activations leave float16's range")
+    assert "--precision fp32 or int8" in message and not (tmp_path / "out").exists()
