@@ -33,11 +33,12 @@ def main() -> None:
 def _add_commands() -> None:
     from outrider.cli.bench import bench
     from outrider.cli.build import build
+    from outrider.cli.distill import distill
     from outrider.cli.export import export
     from outrider.cli.generate import chat, generate
     from outrider.cli.inspect import inspect
 
-    for command in (export, build, inspect, generate, chat, bench):
+    for command in (export, distill, build, inspect, generate, chat, bench):
         main.add_command(command)
 
 

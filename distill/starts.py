@@ -15,6 +15,7 @@ _MARK = "OUTRIDER"
 # Of an answer, in turn. Greedy is what users decode most, and the rest shows the ways around it.
 _TEMPERATURES = (0.0, 0.0, 0.5, 0.8)
 TURN_TEMPERATURE = 1.0
+HELD_OUT = 16  # one prompt and one self-written text in so many
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,20 @@ def opening_of(codec: TextCodec, eos_token_ids: Sequence[int]) -> Opening:
 
 
 class Starts:
-    """The start of sequence ``number``: with prompts, every other one of them in turn; the rest is self-written."""
+    """The start of each sequence, by number: with prompts, every other one of them in turn; the rest is self-written.
+
+    Of both some are held out: they are written, but measured on instead of trained on.
+    """
 
     def __init__(self, codec: TextCodec, opening: Opening, prompts: Sequence[str]) -> None:
         self._prompts = [tuple(codec.tokenizer.encode(prompt, add_special_tokens=False).ids) for prompt in prompts]
         self._after = opening.after
+
+    def held_out(self, number: int) -> bool:
+        half, odd = divmod(number, 2)
+        if self._prompts and not odd:
+            half %= len(self._prompts)
+        return half % HELD_OUT == 0
 
     def __getitem__(self, number: int) -> Start:
         half, odd = divmod(number, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ class WrittenText:
         self.folder = folder
         self.numbers: set[int] = set()  # of all sequences that were begun and came to an end
         self.tokens = 0
+        self._held_seconds = 0.0
+        self._since = time.monotonic()
         self._pending: list[Written] = []
         self._pending_tokens = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,6 +44,12 @@ class WrittenText:
             with np.load(shard) as held:
                 self.numbers.update(held["numbers"].tolist())
                 self.tokens += int(held["lengths"].sum())
+                self._held_seconds += float(held["seconds"])
+
+    @property
+    def seconds(self) -> float:
+        """That the text took, earlier runs included as far as their shards go."""
+        return self._held_seconds + time.monotonic() - self._since
 
     def add(self, written: Written) -> None:
         self.numbers.add(written.number)
@@ -59,13 +68,15 @@ class WrittenText:
             "numbers": np.array([one.number for one in self._pending]),
             "answers": np.array([one.answer for one in self._pending]),
             "lengths": np.array([len(one.ids) for one in self._pending]),
+            "seconds": np.array(time.monotonic() - self._since),
             "ids": np.concatenate([one.ids for one in self._pending]),
             "top_ids": np.concatenate([one.top_ids for one in self._pending]).astype(small),
             "top_logits": np.concatenate([one.top_logits for one in self._pending]),
         }
         work = self.folder / ".shard.npz"
-        np.savez(work, **arrays)
+        np.savez(work, allow_pickle=False, **arrays)
         work.rename(self.folder / f"{len(self._shards()):05}.npz")
+        self._held_seconds, self._since = self.seconds, time.monotonic()
         self._pending, self._pending_tokens = [], 0
 
     def __iter__(self) -> Iterator[Written]:

@@ -34,6 +34,7 @@ WEIGHTS = "weights.bin"  # beside each graph
 CUT_GRAPH = "target/draft.onnx"  # of a draft that is a part of the target
 ENGINES = "engines"
 CHAT_TEMPLATE = "chat_template.jinja"
+NEXT_TOKENS = "next_tokens.npz"  # see next_tokens.py
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.engines.errors import OutriderError
 from outrider.export.quantize import SYMMETRIC, BlockLayout, Integers
 
+D2T = "d2t"  # of a reduced head
 _SLAB_BYTES = 32 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model"]

@@ -32,7 +32,7 @@ from outrider.export.graph import GraphBuilder
 from outrider.export.matrices import Matrix, Storage, Table, store_matrix, store_table
 from outrider.export.precision import BITS, PRECISIONS_OF, Formats, check_beside, embeds_apart, float_type
 from outrider.export.quantize import BLOCK_SIZE
-from outrider.export.spec import DecoderSpec
+from outrider.export.spec import NO_TOKEN, DecoderSpec
 from outrider.export.takeover import Slab, common_layout, common_order, floats, matrix_slabs, taken_over
 from outrider.export.weights import Weights
 
@@ -163,10 +163,23 @@ class _Decoder:
             steps.append(lambda x, name: graph.node("Div", [x, cap], name))
             steps.append(lambda x, name: graph.node("Tanh", [x], name))
             steps.append(lambda x, name: graph.node("Mul", [x, cap], name))
+        if spec.draft_vocab is not None:
+            steps.append(self._whole_vocabulary)
         names = [*(f"head.{index}" for index in range(len(steps))), "logits"]
         x = head.matmul(normed, names[0])
         for step, name in zip(steps, names[1:], strict=True):
             x = step(x, name)
+
+    def _whole_vocabulary(self, x: str, name: str) -> str:
+        """Logits of all tokens, from those of the reduced head's."""
+        graph, spec = self.graph, self.spec
+        assert spec.draft_vocab is not None
+        size = graph.constant("vocab_size", [spec.vocab_size])
+        shape = graph.node("Concat", [graph.node("Shape", [x], "head.rows", end=2), size], "head.shape", axis=0)
+        nothing = graph.node("Expand", [graph.constant("no_token", [NO_TOKEN], np.float32), shape], "head.nothing")
+        ids = graph.weight("draft_vocab", np.int64, (1, 1, spec.head_size), [spec.draft_vocab[None, None]])
+        ids = graph.node("Expand", [ids, graph.node("Shape", [x], "head.reduced")], "head.ids")
+        return graph.node("ScatterElements", [nothing, ids, x], name, axis=2)
 
     def _declare(self) -> None:
         graph, spec = self.graph, self.spec
@@ -316,7 +329,8 @@ class _Decoder:
         return store_matrix(self.graph, *self._vocab_matrix(self.spec.head, rounded=True))
 
     def _vocab_matrix(self, stem: str, rounded: bool) -> tuple[Any, ...]:
-        name, shape = f"{stem}.weight", (self.spec.vocab_size, self.spec.hidden_size)
+        rows = self.spec.head_size if stem == self.spec.head else self.spec.vocab_size
+        name, shape = f"{stem}.weight", (rows, self.spec.hidden_size)
         how = (self.lowering.name, self.formats.head)
         own = taken_over(self.checkpoint, name, *how) if rounded else None
         slabs = matrix_slabs(self.checkpoint, name, shape[0], None, own)

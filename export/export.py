@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outrider.engines.bundle import CHAT_TEMPLATE, CUT_GRAPH, TOKENIZER, Manifest, write_manifest
+from outrider.engines.bundle import CHAT_TEMPLATE, CUT_GRAPH, NEXT_TOKENS, TOKENIZER, Manifest, write_manifest
 from outrider.engines.engine import PREFILL_CHUNK
 from outrider.engines.errors import OutriderError
+from outrider.engines.next_tokens import NextTokens
 from outrider.export.architectures import decoder_spec
 from outrider.export.attention import LOWERINGS
 from outrider.export.check import check_text
@@ -32,6 +33,7 @@ from outrider.export.optimum import (
 )
 from outrider.export.pair import check_pair, vocabulary
 from outrider.export.precision import PRECISIONS, check_patterns
+from outrider.export.shared_embedding import SHARED, SharedEmbedding
 from outrider.export.spec import DecoderSpec
 
 Progress = Callable[[str, int, int], None]
@@ -152,6 +154,9 @@ def _export(
             models[role] = job.check(work, job.write(work, step), ids, threads, step)
         for file, files in tokenizers.items():
             _write_tokenizer(work / file, files)
+        if draft is not None and (table := Path(draft) / NEXT_TOKENS).is_file():
+            NextTokens.load(table, models["target"].vocab_size)
+            shutil.copyfile(table, work / NEXT_TOKENS)
         tokenizer = tokenizers[TOKENIZER]
         if tokenizer.chat_template:
             (work / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
@@ -183,8 +188,12 @@ def _plan(
     sources = {"target": target} | ({} if draft is None or cut else {"draft": draft})
     checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
     specs: dict[str, DecoderSpec | TracedDecoder] = {}
-    if traces is None:
-        specs = {role: decoder_spec(source).for_length(options.max_length) for role, source in checkpoints.items()}
+    for role, checkpoint in checkpoints.items() if traces is None else ():
+        if role == "draft" and checkpoint.config.get(SHARED):
+            target_spec = specs["target"]
+            assert isinstance(target_spec, DecoderSpec)
+            checkpoint = checkpoints[role] = SharedEmbedding(checkpoint, checkpoints["target"], target_spec.embedding)
+        specs[role] = decoder_spec(checkpoint).for_length(options.max_length)
     tokenizers = {role: checkpoint.tokenizer() for role, checkpoint in checkpoints.items()}
     vocabularies = {role: vocabulary(files, sources[role]) for role, files in tokenizers.items()}
     files = dict.fromkeys(sources, TOKENIZER)

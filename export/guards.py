@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from outrider.engines.errors import OutriderError
-from outrider.export.checkpoint import Checkpoint, read_rows
+from outrider.export.checkpoint import D2T, Checkpoint, read_rows
 from outrider.export.spec import DecoderSpec
 
 # Settings that make another model wherever they are set; a family that has one reads it.
@@ -106,7 +106,7 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> None:
     alone = {f"{spec.embedding}.weight", f"{spec.head}.weight", *spec.expert_tensors()}  # beside which no bias is read
     names |= {name.removesuffix("weight") + "bias" for name in names - alone}
     for name in checkpoint.unread(names):
-        if name.endswith(_COMPUTED):
+        if name.endswith(_COMPUTED) or (name == D2T and spec.draft_vocab is not None):
             continue
         if spec.tied and checkpoint.shape(name) == checkpoint.shape(f"{spec.embedding}.weight"):
             _check_copy(spec, checkpoint, name)

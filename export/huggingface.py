@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.export.checkpoint import Quantized, TokenizerFiles
+from outrider.export.checkpoint import D2T, Quantized, TokenizerFiles
 from outrider.export.grouped import FLOATS
 from outrider.export.packed import packed_matrices
 
@@ -156,7 +156,7 @@ class HuggingFaceCheckpoint:
     def _check_dtypes(self, dtypes: dict[str, str]) -> None:
         packed = {part: kinds for matrix in self._packed.values() for part, kinds in matrix.parts.items()}
         for name, dtype in dtypes.items():
-            fitting = packed.get(name, FLOATS)
+            fitting = ("I64", "I32") if name == D2T else packed.get(name, FLOATS)
             if dtype not in fitting:
                 raise OutriderError(
                     f"{self._file_of[name]}: tensor {name} has type {dtype}; types that can be read: "

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.checkpoint import Checkpoint, read_all, read_rows
-from outrider.export.spec import DecoderSpec
+from outrider.export.spec import NO_TOKEN, DecoderSpec
 
 Array = NDArray[np.float32]
 
@@ -33,9 +33,14 @@ def reference_logits(spec: DecoderSpec, checkpoint: Checkpoint, ids: NDArray[np.
             x = x + y * np.float32(spec.residual_scale)
             before = before if spec.parallel else x
     x = _norm(spec, checkpoint, spec.final_norm, x)
-    slabs = read_rows(checkpoint, f"{spec.head}.weight", spec.vocab_size)
+    slabs = read_rows(checkpoint, f"{spec.head}.weight", spec.head_size)
     logits = np.concatenate([x @ slab.T for slab in slabs], axis=1) * np.float32(spec.logit_scale)
-    return _softcap(logits, spec.logit_softcap)
+    logits = _softcap(logits, spec.logit_softcap)
+    if spec.draft_vocab is None:
+        return logits
+    whole = np.full((len(ids), spec.vocab_size), NO_TOKEN, np.float32)
+    whole[:, spec.draft_vocab] = logits
+    return whole
 
 
 def _layer_norm(spec: DecoderSpec, checkpoint: Checkpoint, role: str, layer: int, x: Array) -> Array:

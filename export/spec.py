@@ -13,6 +13,7 @@ from outrider.export.checkpoint import Checkpoint
 
 _OF_EXPERTS = ("router", "expert_gate", "expert_up", "expert_down")
 _OF_MLP = ("gate", "up", "gate_up", "down")
+NO_TOKEN = -1e30  # a logit whose probability is 0 at any temperature, and yet a number
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
@@ -31,7 +32,9 @@ class DecoderSpec:
     ``layer_names`` gives for each role the tensor name without ``.weight`` / ``.bias``, with ``{}`` for the layer and a
     second one for the expert. Norms that have no name are not there; ``qkv`` and ``gate_up`` are projections in one
     tensor, stacked in that order.
-    ``head`` equals ``embedding`` when they are tied. Biases are used where the checkpoint has them.
+    ``head`` equals ``embedding`` when they are tied. ``draft_vocab`` int64 [n], rising, are the tokens that the rows of
+    a reduced head stand for, where it is one (FR-Spec, arXiv 2502.14856): all others get the logit ``NO_TOKEN``.
+    Biases are used where the checkpoint has them.
 
     ``norm`` is ``rms`` or ``layer``; weights of norms are ``norm_offset`` + what is stored; a query or key norm is over
     each head, or with ``wide_qk_norm`` over all of them. An MLP without a ``gate`` is not gated. With ``parallel`` it
@@ -57,6 +60,7 @@ class DecoderSpec:
     final_norm: str
     head: str
     layer_names: dict[str, str]
+    draft_vocab: NDArray[np.int64] | None = None
     layers: tuple[int, ...] = ()  # which of the checkpoint's, in this order; empty for all
     rotary_scale: float = 1.0
     local_inv_freq: NDArray[np.float64] | None = None
@@ -132,6 +136,11 @@ class DecoderSpec:
     @property
     def tied(self) -> bool:
         return self.head == self.embedding
+
+    @property
+    def head_size(self) -> int:
+        """Rows of the head."""
+        return self.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
 
     def query_scale(self, layer: int) -> float:
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
@@ -238,7 +247,7 @@ class DecoderSpec:
                     yield name, shape
         yield f"{self.final_norm}.weight", (self.hidden_size,)
         if not self.tied:
-            yield f"{self.head}.weight", (self.vocab_size, self.hidden_size)
+            yield f"{self.head}.weight", (self.head_size, self.hidden_size)
 
     def expert_tensors(self) -> Iterator[str]:
         """Those of routers and experts."""

@@ -92,7 +92,7 @@ class BenchReport:
                     "choose_microseconds_per_round": stats.choose_microseconds_per_round,
                     "choose_share": stats.choose_seconds / stats.decode_seconds,
                     "verify_cost": self.verify_cost.get(arm.k),
-                    "draft_cost": self.draft_cost if arm.drafter == "model" else None,
+                    "draft_cost": self.draft_cost if arm.drafter in ("model", "cascade") else None,
                     "identical": arm.identical,
                 }
             )
@@ -189,7 +189,7 @@ def run_bench(
 
 def plan_arms(pipeline: Pipeline, tiers: Sequence[int]) -> list[Arm]:
     arms = [Arm("plain", "none", 0), Arm("plain, exact", "none", 0)]
-    for drafter in ("ngram", "model") if pipeline.draft else ("ngram",):
+    for drafter in ("ngram", "model", "cascade") if pipeline.draft else ("ngram",):
         arms += [Arm(f"{drafter}, K={k}", drafter, k) for k in tiers]
     return arms
 

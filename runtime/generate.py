@@ -8,9 +8,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, cast
 
-from outrider.engines.bundle import TOKENIZER, Bundle
+from outrider.engines.bundle import NEXT_TOKENS, TOKENIZER, Bundle
 from outrider.engines.engine import Engine, PlanShape
 from outrider.engines.errors import OutriderError
+from outrider.engines.next_tokens import NextTokens
 from outrider.engines.open import Opener
 from outrider.engines.plan import BoundEngine
 from outrider.engines.probe import probe_rows
@@ -20,6 +21,7 @@ from outrider.runtime.choose import Chooser
 from outrider.runtime.commit import Output
 from outrider.runtime.decode import Request, decode
 from outrider.runtime.drafters import Drafter, NoDrafter
+from outrider.runtime.drafters.cascade import CascadeDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.drafters.translated import TranslatedDrafter
@@ -32,7 +34,8 @@ from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
 from outrider.runtime.text import Message, StoppingStream, TextCodec
 
-DRAFTERS = ("model", "ngram", "none")
+DRAFTERS = ("model", "ngram", "cascade", "none")
+_WITH_MODEL = ("model", "cascade")
 
 
 class Pipeline:
@@ -57,9 +60,10 @@ class Pipeline:
         self.target = CachedModel(target, min_rows)
         self.draft = CachedModel(draft, 1) if draft else None  # its bits decide no text
         self._rounds: dict[int, DeviceRound] = {}
-        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
+        self._drafters: dict[str, Drafter] = {"ngram": self._ngram_drafter(), "none": NoDrafter()}
         if self.draft is not None:
             self._drafters["model"] = self._model_drafter(self.draft)
+            self._drafters["cascade"] = CascadeDrafter(NgramDrafter(), self._drafters["model"])
         self._grammars: GrammarCompiler | None = None
         self.lock = Lock()  # a round at a time, whatever thread it is for
         self.owner: Generation | None = None
@@ -211,7 +215,7 @@ class Pipeline:
     def check_acceptance(self, drafter: str, acceptance: str) -> None:
         """Raises OutriderError for a rule that judges drafts by the law they were drawn from, where they have none."""
         acceptance_rule(acceptance)
-        if drafter == "model" and self.manifest.translated and acceptance != "exact":
+        if drafter in _WITH_MODEL and self.manifest.translated and acceptance != "exact":
             raise OutriderError(
                 f"acceptance {acceptance} needs the draft's probabilities of the target's tokens, and this draft has "
                 "another tokenizer; use --acceptance exact, or --drafter ngram"
@@ -246,7 +250,12 @@ class Pipeline:
         if k == 0 or name == "none":
             return Speculation("none", 0, acceptance)
         self.check_acceptance(name, acceptance)
-        return Speculation(name, k, acceptance, translated=name == "model" and self.manifest.translated)
+        return Speculation(name, k, acceptance, translated=name in _WITH_MODEL and self.manifest.translated)
+
+    def _ngram_drafter(self) -> NgramDrafter:
+        if NEXT_TOKENS not in self.bundle.files:
+            return NgramDrafter()
+        return NgramDrafter(NextTokens.load(self.bundle.path(NEXT_TOKENS), self.manifest.target.vocab_size))
 
     def _model_drafter(self, draft: CachedModel) -> Drafter:
         if not self.manifest.translated:

@@ -166,7 +166,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-ARMS = ["plain", "plain, exact", *(f"{drafter}, K={k}" for drafter in ("ngram", "model") for k in (2, 4))]
+ARMS = ["plain", "plain, exact", *(f"{drafter}, K={k}" for drafter in ("ngram", "model", "cascade") for k in (2, 4))]
 
 
 def bench(bundle: Path, prompts: Path, *args: Any) -> str:

@@ -54,7 +54,12 @@ meeting; applying for an internship; apologising for a late delivery; asking a n
 reporting a broken laptop; cancelling a subscription; asking for a letter of recommendation; welcoming a new team member; asking
 about the price of a room; moving an appointment; thanking a host; complaining about a noisy hotel; asking a shop about an order;
 proposing a project""".replace("\n", " ").split("; ")
-LETTERS = ["Write a polite email {}.", "Write a short message {}.", "Write a formal letter {}.", "Draft a friendly email {}."]
+LETTERS = [
+    "Write a polite email {}.",
+    "Write a short message {}.",
+    "Write a formal letter {}.",
+    "Draft a friendly email {}.",
+]
 TASKS = """computes the factorial of a number; checks whether a number is prime; finds the largest number in a list; removes duplicates from
 a list; checks whether a string is a palindrome; computes the Fibonacci numbers; sorts a list with bubble sort; sorts a list with
 quicksort; does a binary search; counts the vowels in a string; finds the second largest number in a list; flattens a nested list;
@@ -88,7 +93,9 @@ returns the total sales of each region; finds the oldest user; lists the names o
     "\n", " "
 ).split("; ")
 PAGES = """a login form; a navigation bar; a table with three columns; a photo gallery; a contact form; a centred card; a button that changes
-colour; a list that can be sorted; a progress bar; a dark mode switch; a footer; a clock""".replace("\n", " ").split("; ")
+colour; a list that can be sorted; a progress bar; a dark mode switch; a footer; a clock""".replace("\n", " ").split(
+    "; "
+)
 MARKUP = ["Write HTML and CSS for {}.", "Write a React component for {}.", "Write JavaScript for {}, step by step."]
 NAMES = ["Tom", "Lena", "Omar", "Priya", "Jack", "Mei", "Carlos", "Nina"]
 SUMS = [
@@ -100,7 +107,16 @@ SUMS = [
     "If a shirt costs {a} dollars and is reduced by {b} percent, what is the new price? Show the steps.",
     "A tank holds {a}0 litres and loses {c} litres an hour. When is it empty?", "What is the average of {a}, {b} and {c}?",
 ]  # fmt: skip
-PLACES = "the market; the station; the school; the beach; the museum; the old bridge; the park; the office".split("; ")
+PLACES = [
+    "the market",
+    "the station",
+    "the school",
+    "the beach",
+    "the museum",
+    "the old bridge",
+    "the park",
+    "the office",
+]
 FACTS = [
     "opened in {y} and closes at {h} o'clock", "is ten minutes from the hotel", "was painted {c} last spring", "is loud in the morning",
     "had {n} visitors in May", "sells bread and flowers", "is older than the town hall", "needs a new roof",
@@ -140,7 +156,9 @@ def prompts(seed: int) -> list[dict[str, str]]:
     code += [pattern.format(page) for pattern, page in product(MARKUP, PAGES)]
     numbers = [(random_.randint(20, 90), random_.randint(5, 19), random_.randint(2, 4)) for _ in range(60)]
     reason = [
-        pattern.format(n=random_.choice(NAMES), a=a, b=b, c=c) for pattern in SUMS for a, b, c in random_.sample(numbers, 40)
+        pattern.format(n=random_.choice(NAMES), a=a, b=b, c=c)
+        for pattern in SUMS
+        for a, b, c in random_.sample(numbers, 40)
     ]
     on_text = [random_.choice(ON_TEXT).format(text(random_)) for _ in range(700)]
     kinds = {"chat": chat, "code": code, "reason": reason, "text": on_text}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
 from outrider.engines.errors import OutriderError
 from outrider.export.architectures import (
     cohere,
@@ -21,7 +26,7 @@ from outrider.export.architectures import (
     stablelm,
     starcoder2,
 )
-from outrider.export.checkpoint import Checkpoint
+from outrider.export.checkpoint import D2T, Checkpoint
 from outrider.export.gguf_checkpoint import GGUFCheckpoint
 from outrider.export.guards import ReadConfig, check_kind, check_settings, check_tensors
 from outrider.export.spec import DecoderSpec, check_shapes
@@ -67,7 +72,7 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
         check_kind(config, family, tuple(_FAMILIES))
         if family not in _GGUF_FAMILIES and isinstance(checkpoint, GGUFCheckpoint):
             raise OutriderError(f"GGUF files of {family!r} are not read yet; use the safetensors checkpoint")
-        spec = _FAMILIES[family](config)
+        spec = _with_draft_vocab(_FAMILIES[family](config), config, checkpoint)
         check_settings(config)
     except KeyError as error:
         raise OutriderError(f"{checkpoint.path}: its config has no {error.args[0]}") from None
@@ -78,3 +83,19 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
     check_shapes(spec, checkpoint)
     check_tensors(spec, checkpoint)
     return spec
+
+
+def _with_draft_vocab(spec: DecoderSpec, config: dict[str, Any], checkpoint: Checkpoint) -> DecoderSpec:
+    """A reduced head says whose logits its rows give: row i those of token i + ``d2t[i]``, as in drafts of EAGLE-3."""
+    size = config.get("draft_vocab_size")
+    if size is None and checkpoint.shape(D2T) is None:
+        return spec
+    if not isinstance(size, int) or checkpoint.shape(D2T) != (size,) or spec.tied:
+        raise OutriderError(
+            f"draft_vocab_size is {size}: that needs a head of its own (tie_word_embeddings false) and a tensor {D2T} "
+            f"of that size, which here has shape {checkpoint.shape(D2T)}"
+        )
+    ids = np.arange(size) + checkpoint.read(D2T, 0, size).astype(np.int64)
+    if ids[0] < 0 or ids[-1] >= spec.vocab_size or (np.diff(ids) < 1).any():
+        raise OutriderError(f"{D2T} must name rising tokens between 0 and {spec.vocab_size - 1}")
+    return replace(spec, draft_vocab=ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.engines.next_tokens import NextTokens
 from outrider.runtime.accept import Draft
 from outrider.runtime.drafters import Draw
 from outrider.runtime.sampling.history import History
@@ -17,12 +18,16 @@ class NgramDrafter:
 
     The index grows by a few entries a token and a lookup reads one entry a length, so that a round costs the same at
     any context length.
+
+    Args:
+        next_tokens: what is proposed where nothing matches.
     """
 
     passes = 0
     seconds = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, next_tokens: NextTokens | None = None) -> None:
+        self._next_tokens = next_tokens
         self._follower: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
@@ -40,7 +45,7 @@ class NgramDrafter:
             start = self._follower.get(tuple(tokens[-size:]))
             if start is not None:
                 return _copy(tokens, start, k)
-        return []
+        return self._next_tokens.chain(tokens, k) if self._next_tokens else []
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Note for each token not yet seen which n-grams it follows; the last n-gram has no follower yet."""

@@ -1,0 +1,61 @@
+"""``outrider distill``"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from outrider.cli import options
+from outrider.engines.errors import OutriderError
+from outrider.runtime.bench import read_prompts
+
+
+@click.command()
+@click.argument("target")
+@click.option("--out", type=Path, required=True, help="Folder of the draft to create; OUT.work keeps what came before.")
+@click.option("--minutes", type=float, default=90.0, show_default=True, help="Half to write text, half to train.")
+@click.option("--kind", default="tiny", show_default=True, help="tiny, or layers:0,1,28,29 to begin as the target's.")
+@click.option("--prompts", type=Path, help="JSON lines with `prompt`: what your users ask.  [default: made up]")
+@click.option("--tokens", type=int, help="Of text, whatever the time.")
+@click.option("--steps", type=int, help="Of training, whatever the time.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--resume", is_flag=True, help="Go on with what an interrupted run left.")
+@options.threads
+@options.as_json
+def distill(
+    target: str,
+    out: Path,
+    minutes: float,
+    kind: str,
+    prompts: Path | None,
+    tokens: int | None,
+    steps: int | None,
+    seed: int,
+    resume: bool,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Make a draft model for TARGET out of the target's own text; no data set is needed."""
+    try:
+        from outrider.distill import DistillOptions, card_table, distill_draft
+    except ImportError as error:
+        raise OutriderError(
+            f"{error.name} is not installed; run `pip install 'outrider[cpu,export,distill]'`"
+        ) from None
+
+    settings = DistillOptions(kind=kind, minutes=minutes, tokens=tokens, steps=steps, seed=seed)
+    texts = read_prompts(prompts) if prompts else []
+    with options.progress_bar(1000, "distill") as bar:
+
+        def progress(stage: str, share: float) -> None:
+            bar.update(int(1000 * share) - bar.pos, stage)
+
+        try:
+            report = distill_draft(target, out, settings, texts, threads=threads, resume=resume, progress=progress)
+        except KeyboardInterrupt:
+            raise OutriderError(f"interrupted; the same command with --resume goes on with {out}.work") from None
+    click.echo(json.dumps(asdict(report), indent=2) if as_json else card_table(report))
+    click.echo(f"draft  {out}; use it with `outrider export --target {target} --draft {out}`", err=as_json)

@@ -1,0 +1,106 @@
+"""Written text as batches: sequences packed into rows of one length, none of which sees its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.distill.writer import Written
+
+
+class Batch(NamedTuple):
+    """``ids`` int64 [B, T]; ``seen`` bool [B, T, T], which position sees which.
+
+    Labels are those of answers only: ``places`` int64 [N], positions in the flat [B * T], with the rows of the reduced
+    head that the target found likely behind them, ``rows`` int64 [N, k], and their probabilities ``law`` float32
+    [N, k]; what the head has no row for has row 0 and probability 0. ``choices`` int64 [N] is the row of the
+    likeliest token, -1 where the head has none.
+    """
+
+    ids: Tensor
+    seen: Tensor
+    places: Tensor
+    rows: Tensor
+    law: Tensor
+    choices: Tensor
+
+
+class Batches:
+    """Args:
+    opening: tokens before each sequence.
+    draft_vocab: int64 [n], the tokens of the reduced head.
+    row_length, rows: T and B.
+    """
+
+    def __init__(
+        self,
+        written: Sequence[Written],
+        opening: Sequence[int],
+        draft_vocab: NDArray[np.int64],
+        row_length: int,
+        rows: int,
+    ) -> None:
+        self._written = written
+        self._opening = np.array(opening, np.int64)
+        self._row_of = np.full(int(max(int(one.top_ids.max()) for one in written)) + 1, -1, np.int64)
+        known = draft_vocab[draft_vocab < len(self._row_of)]
+        self._row_of[known] = np.arange(len(known))
+        self._row_length = row_length
+        self._rows = rows
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self._written)
+
+    def epoch(self, order: Iterable[int]) -> Iterator[Batch]:
+        """All sequences in this order; the last rows may be less full."""
+        packed: list[list[Written]] = []
+        used = self._row_length
+        for number in order:
+            size = len(self._opening) + len(self._written[number].ids)
+            if used + size > self._row_length:
+                if len(packed) == self._rows:
+                    yield self._batch(packed)
+                    packed = []
+                packed.append([])
+                used = 0
+            packed[-1].append(self._written[number])
+            used += size
+        yield self._batch(packed)
+
+    def _batch(self, packed: list[list[Written]]) -> Batch:
+        first, length = len(self._opening), self._row_length
+        ids = np.zeros((len(packed), length), np.int64)
+        segments = np.zeros((len(packed), length), np.int64)
+        places, top_ids, top_logits = [], [], []
+        for row, sequences in enumerate(packed):
+            start = 0
+            for segment, one in enumerate(sequences, start=1):
+                stop = start + first + len(one.ids)
+                ids[row, start : start + first] = self._opening
+                ids[row, start + first : stop] = one.ids
+                segments[row, start:stop] = segment
+                # The last token before an answer is the first whose successor is the answer's.
+                skipped = max(one.answer - 1, 0)
+                places.append(np.arange(start + first + skipped, stop) + row * length)
+                top_ids.append(one.top_ids[skipped:])
+                top_logits.append(one.top_logits[skipped:])
+                start = stop
+        rows = self._row_of[np.concatenate(top_ids).astype(np.int64)]
+        law = np.exp(np.concatenate(top_logits).astype(np.float32))
+        law = np.where(rows >= 0, law / law.sum(axis=1, keepdims=True), 0)
+        parts = torch.from_numpy(segments)
+        seen = (parts[:, :, None] == parts[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+        return Batch(
+            torch.from_numpy(ids),
+            seen,
+            torch.from_numpy(np.concatenate(places)),
+            torch.from_numpy(np.maximum(rows, 0)),
+            torch.from_numpy(law.astype(np.float32)),
+            torch.from_numpy(rows[:, 0].copy()),
+        )

@@ -1,0 +1,224 @@
+"""Knowledge distillation: the draft learns the laws that the target had while it wrote (Hinton et al., 1503.02531)."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.distill.batches import Batch, Batches
+from outrider.distill.model import DraftModel
+from outrider.export.shared_embedding import PROJECTION
+
+_CHECKPOINT_SECONDS = 60
+_WARM_UP = 0.02  # of the training
+_LOWEST_RATE = 0.02  # of the highest, at the end
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """``total_variation`` is its share in the loss, beside the forward Kullback-Leibler divergence.
+
+    ``matrix_rate`` is the learning rate of the layers' matrices, by Muon, ``rate`` that of all else, by AdamW.
+    """
+
+    total_variation: float = 0.0
+    matrix_rate: float = 0.02
+    rate: float = 2e-3
+    weight_decay: float = 0.05
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """On text that was not trained on: ``greedy`` is the share of positions where draft and target choose the same
+    token greedily, ``overlap`` the mean of 1 - total variation: how often one drawn from the draft would stand.
+    """
+
+    greedy: float
+    overlap: float
+
+
+class Budget:
+    """What of the training is done: by steps, or else by time."""
+
+    def __init__(self, steps: int | None, seconds: float | None) -> None:
+        self.steps, self.seconds = steps, seconds
+        self.step = 0
+        self.elapsed = 0.0
+        self._since = time.monotonic()
+
+    def go_on(self, step: int, elapsed: float) -> None:
+        self.step, self.elapsed, self._since = step, elapsed, time.monotonic()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self.step, self.elapsed, self._since = self.step + 1, self.elapsed + now - self._since, now
+
+    @property
+    def done(self) -> float:
+        """From 0 to 1."""
+        if self.steps is not None:
+            return min(1.0, self.step / self.steps)
+        assert self.seconds is not None
+        return min(1.0, self.elapsed / self.seconds)
+
+
+class Trainer:
+    """Trains in place. A step is one batch, whose place in the text depends on the seed and its number only.
+
+    Args:
+        held_out: what ``agreement`` is measured on.
+        checkpoint: file that training goes on from where it is there, and that is renewed every minute.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        training: Batches,
+        held_out: Batches,
+        recipe: TrainingRecipe,
+        budget: Budget,
+        seed: int,
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.budget = budget
+        self._training = training
+        self._held_out = held_out
+        self._seed = seed
+        self._checkpoint = checkpoint
+        self._optimizers = _optimizers(model, recipe)
+        if checkpoint is not None and checkpoint.is_file():
+            self._load(checkpoint)
+
+    def train(self, progress: Callable[[float, float], None] = lambda done, loss: None) -> None:
+        """``progress`` is called with the share that is done and the loss of the step."""
+        self.model.train()
+        saved = time.monotonic()
+        for batch in self._steps():
+            if self.budget.done >= 1:
+                break
+            loss = self._step(batch)
+            self.budget.tick()
+            progress(self.budget.done, loss)
+            if self._checkpoint is not None and time.monotonic() - saved > _CHECKPOINT_SECONDS:
+                self.save()
+                saved = time.monotonic()
+        if self._checkpoint is not None:
+            self.save()
+
+    @torch.no_grad()
+    def agreement(self) -> Agreement:
+        same = overlap = count = 0.0
+        for batch in self._held_out.epoch(range(len(self._held_out))):
+            logits = self._logits(batch)
+            same += float((logits.argmax(dim=-1) == batch.choices).sum())
+            law = logits.gather(-1, batch.rows) - logits.logsumexp(dim=-1, keepdim=True)
+            overlap += float(torch.minimum(law.exp(), batch.law).sum())
+            count += len(batch.choices)
+        return Agreement(same / count, overlap / count)
+
+    def save(self) -> None:
+        assert self._checkpoint is not None
+        work = self._checkpoint.with_suffix(".new")
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "step": self.budget.step,
+            "elapsed": self.budget.elapsed,
+        }
+        with work.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        work.replace(self._checkpoint)
+
+    def _load(self, path: Path) -> None:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, held in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(held)
+        self.budget.go_on(state["step"], state["elapsed"])
+
+    def _steps(self) -> Iterator[Batch]:
+        """From the step that is next, epoch after epoch, each in an order of its own."""
+        skipped, epoch = self.budget.step, 0
+        while True:
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._training))
+            for batch in self._training.epoch(order.tolist()):
+                if skipped:
+                    skipped -= 1
+                else:
+                    yield batch
+            epoch += 1
+
+    def _logits(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.model.hidden(batch.ids, batch.seen)
+            logits = self.model.logits(hidden.flatten(0, 1)[batch.places])
+        return logits.float()
+
+    def _step(self, batch: Batch) -> float:
+        rate = _rate(self.budget.done)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["highest"]
+            optimizer.zero_grad()
+        loss = distillation_loss(self._logits(batch), batch, self.recipe.total_variation)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+
+def distillation_loss(logits: Tensor, batch: Batch, total_variation: float) -> Tensor:
+    """Mean over positions of the cross entropy from the target's law, and of the total variation between the laws."""
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    log_law = logits.gather(-1, batch.rows) - total
+    entropy = -(batch.law * log_law).sum(dim=-1).mean()
+    if not total_variation:
+        return entropy
+    apart = 1 - torch.minimum(log_law.exp(), batch.law).sum(dim=-1).mean()
+    return (1 - total_variation) * entropy + total_variation * apart
+
+
+def _rate(done: float) -> float:
+    """Warm-up, then a cosine, as a share of the highest."""
+    if done < _WARM_UP:
+        return max(done, 1e-3) / _WARM_UP
+    return _LOWEST_RATE + (1 - _LOWEST_RATE) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
+
+
+def _optimizers(model: DraftModel, recipe: TrainingRecipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers (Jordan et al. 2024); AdamW for head, projection, norms and biases."""
+    ends = {f"{model.spec.head}.weight", PROJECTION, f"{model.spec.position_table}.weight"}
+    matrices, tables, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
+    for name in model.names:
+        parameter = model.tensor(name)
+        assert parameter is not None
+        (vectors if parameter.ndim < 2 else tables if name in ends else matrices).append(parameter)
+    muon = torch.optim.Muon(
+        [{"params": matrices, "highest": recipe.matrix_rate}],
+        lr=recipe.matrix_rate,
+        weight_decay=recipe.weight_decay,
+        adjust_lr_fn="match_rms_adamw" if recipe.matrix_rate < 0.01 else "original",
+    )
+    adam = torch.optim.AdamW(
+        [
+            {"params": tables, "weight_decay": recipe.weight_decay, "highest": recipe.rate},
+            {"params": vectors, "weight_decay": 0.0, "highest": recipe.rate},
+        ],
+        lr=recipe.rate,
+        betas=(0.9, 0.95),
+    )
+    return [muon, adam]
