@@ -79,10 +79,14 @@ def _print(report: BenchReport, pipeline: Pipeline) -> None:
     click.echo("same ids: as `plain, exact` (`generate --k 0`); `plain` is the fastest, with bits of its own")
     categories = list(report.arms[0].seconds_per_token)
     if len(categories) > 1:
-        click.echo("\nspeed-up by category (median over prompts)")
-        click.echo(f"{'':14}" + "".join(f"{name:>11}" for name in categories))
+        header = f"{'':14}" + "".join(f"{name:>11}" for name in categories)
+        click.echo(f"\nspeed-up by category (median over prompts)\n{header}")
         for arm in report.arms[1:]:
             click.echo(f"{arm.name:14}" + "".join(f"{report.speed_up(arm, name):11.2f}" for name in categories))
+        click.echo(f"\nlength by category\n{header}")
+        for arm in report.arms[2:]:
+            lengths = (arm.stats_by_category[name].mean_acceptance_length for name in categories)
+            click.echo(f"{arm.name:14}" + "".join(f"{length:11.2f}" for length in lengths))
 
 
 def _row(arm: Arm, report: BenchReport) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from outrider.distill.options import DistillOptions
 from outrider.distill.report import DistillReport
 
@@ -10,7 +12,7 @@ def card(target: str, options: DistillOptions, report: DistillReport) -> str:
     """Markdown."""
     asked = f"--kind {options.kind} --minutes {options.minutes:g} --seed {options.seed}"
     return (
-        f"# A draft for {target}\n\nMade by `outrider distill` ({asked}) from the target's own text. "
+        f"# A draft for {Path(target).name}\n\nMade by `outrider distill` ({asked}) from the target's own text. "
         "`outrider export --target TARGET --draft FOLDER` takes it.\n\n" + card_table(report) + "\n"
     )
 

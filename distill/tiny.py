@@ -49,7 +49,7 @@ def tiny_tensors(spec: DecoderSpec, embedding: Tensor, seed: int) -> dict[str, T
         embedding: the target's, float32 [V, target's width].
     """
     generator = torch.Generator().manual_seed(seed)
-    components = _principal(embedding, spec.hidden_size)
+    components = _principal(embedding, spec.hidden_size, generator)
     rows = embedding @ components.T
     size = rows.square().mean().sqrt()
     tensors = {PROJECTION: components / size}
@@ -68,9 +68,11 @@ def tiny_tensors(spec: DecoderSpec, embedding: Tensor, seed: int) -> dict[str, T
     return tensors
 
 
-def _principal(embedding: Tensor, count: int) -> Tensor:
-    """The first principal directions of the rows, float32 [count, width]; more than there are repeat turned around."""
+def _principal(embedding: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """The first principal directions of the rows, float32 [count, width]; random ones where there are not so many."""
     centered = (embedding - embedding.mean(dim=0)).double()
     _, vectors = torch.linalg.eigh(centered.T @ centered)
-    directions: Tensor = vectors.flip(1)[:, :count].T.float().contiguous()
-    return directions
+    directions: Tensor = vectors.flip(1)[:, :count].T.float()
+    width = embedding.shape[1]
+    rest = torch.randn((max(0, count - width), width), generator=generator) * width**-0.5
+    return torch.cat([directions, rest])

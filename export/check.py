@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.engines.engine import Engine
 from outrider.engines.errors import OutriderError
+from outrider.export.spec import NO_TOKEN
 
 # Largest mean Kullback-Leibler divergence (nats) of the engine's next-token law from that of the weights as stored, and
 # for float products the largest difference of a logit. Products with blocks round their inputs to int8.
@@ -58,16 +59,18 @@ def compare(engine: Engine, ids: Sequence[int], reference: NDArray[np.float32]) 
         law, other = _log_softmax(expected), _log_softmax(found)
         divergences.append((np.exp(law) * (law - other)).sum(axis=-1))
         same = (expected.argmax(axis=-1) == found.argmax(axis=-1)).sum()
-        parts.append([same, *(_log_likelihood(part, following) for part in (other, law))])
-    total_same, log_likelihood, reference_log_likelihood = np.sum(parts, axis=0)
+        # A reduced head gives some tokens no chance: perplexity is over the others.
+        known = law[np.arange(len(following)), following] > NO_TOKEN / 2
+        parts.append([same, known.sum(), *(_log_likelihood(part, following, known) for part in (other, law))])
+    total_same, followed, log_likelihood, reference_log_likelihood = np.sum(parts, axis=0)
     divergence = np.maximum(np.concatenate(divergences), 0.0)
     return Comparison(
         kl=float(divergence.mean()),
         median_kl=float(np.median(divergence)),
         max_difference=float(difference),
         same_argmax=float(total_same / len(tokens)),
-        perplexity=float(np.exp(-log_likelihood / (len(tokens) - 1))),
-        reference_perplexity=float(np.exp(-reference_log_likelihood / (len(tokens) - 1))),
+        perplexity=float(np.exp(-log_likelihood / max(followed, 1))),
+        reference_perplexity=float(np.exp(-reference_log_likelihood / max(followed, 1))),
     )
 
 
@@ -126,9 +129,9 @@ def check_engine(
     }
 
 
-def _log_likelihood(log_law: NDArray[np.float64], following: NDArray[np.int64]) -> float:
-    """Of the tokens that follow; none follows the last."""
-    return float(log_law[np.arange(len(following)), following].sum())
+def _log_likelihood(log_law: NDArray[np.float64], following: NDArray[np.int64], known: NDArray[np.bool_]) -> float:
+    """Of the tokens that follow, as far as they are ``known``; none follows the last."""
+    return float(log_law[np.arange(len(following)), following][known].sum())
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

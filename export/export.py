@@ -188,6 +188,8 @@ def _plan(
     sources = {"target": target} | ({} if draft is None or cut else {"draft": draft})
     checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
     specs: dict[str, DecoderSpec | TracedDecoder] = {}
+    if checkpoints["target"].config.get(SHARED):
+        raise OutriderError(f"{target} has no embedding of its own: it is a draft, for --draft beside its target")
     for role, checkpoint in checkpoints.items() if traces is None else ():
         if role == "draft" and checkpoint.config.get(SHARED):
             target_spec = specs["target"]

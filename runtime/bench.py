@@ -32,18 +32,20 @@ class Prompt:
 
 @dataclass
 class Arm:
-    """One way to decode: its totals over all prompts, and seconds a token by category and prompt."""
+    """One way to decode: its totals over all prompts and by category, and seconds a token by category and prompt."""
 
     name: str
     drafter: str
     k: int
     stats: DecodeStats = field(default_factory=DecodeStats)
+    stats_by_category: dict[str, DecodeStats] = field(default_factory=dict)
     seconds_per_token: dict[str, list[float]] = field(default_factory=dict)
     identical: int = 0
 
     def add(self, category: str, stats: DecodeStats, same: bool, timed: bool) -> None:
         self.identical += same
         self.stats.add(stats)
+        self.stats_by_category.setdefault(category, DecodeStats()).add(stats)
         if timed:
             self.seconds_per_token.setdefault(category, []).append(1 / stats.tokens_per_second)
 
@@ -87,6 +89,9 @@ class BenchReport:
                     "speed_up": self.speed_up(arm),
                     "speed_up_by_category": {name: self.speed_up(arm, name) for name in arm.seconds_per_token},
                     "mean_acceptance_length": stats.mean_acceptance_length,
+                    "mean_acceptance_length_by_category": {
+                        name: part.mean_acceptance_length for name, part in arm.stats_by_category.items()
+                    },
                     "draft_acceptance_rate": stats.draft_acceptance_rate,
                     "host_microseconds_per_round": stats.host_microseconds_per_round,
                     "choose_microseconds_per_round": stats.choose_microseconds_per_round,

@@ -1,0 +1,270 @@
+"""A draft distilled from a target: its text, its training, its head, and what the loop makes of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import count, islice
+from pathlib import Path
+from shutil import copytree
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import tiny_tokenizer, write_tiny
+from click.testing import CliRunner
+from refusals import edit, write
+from safetensors.numpy import load_file, save_file
+
+from outrider.cli import main
+from outrider.distill import DistillOptions, distill_draft
+from outrider.distill.draft import write_draft
+from outrider.distill.layers import layers_config, layers_spec, layers_tensors
+from outrider.distill.measure import alpha_by_position
+from outrider.distill.model import DraftModel
+from outrider.distill.source import Source
+from outrider.distill.starts import Starts
+from outrider.distill.table import write_next_tokens
+from outrider.distill.text import WrittenText
+from outrider.distill.train import Trainer
+from outrider.distill.writer import Writer, Written, loops
+from outrider.engines.errors import OutriderError
+from outrider.engines.next_tokens import NextTokens
+from outrider.export import ExportOptions, export_bundle
+from outrider.export.architectures import decoder_spec
+from outrider.export.checkpoint import open_checkpoint
+from outrider.export.reference import reference_logits
+from outrider.export.shared_embedding import SharedEmbedding
+from outrider.export.spec import NO_TOKEN
+from outrider.runtime import Pipeline
+from outrider.runtime.drafters.model import ModelDrafter
+
+OPTIONS = DistillOptions(minutes=2, tokens=3000, steps=4, max_length=96)
+PROMPT = "the quick brown fox"
+FAMILIES = {
+    "llama": {},
+    "untied": {"tie_word_embeddings": False},
+    "biases": {"model_type": "qwen2"},
+}
+
+
+def refusing(message: str) -> Any:
+    return pytest.raises(OutriderError, match=re.escape(message))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    out = tmp_path_factory.mktemp("distill") / "draft"
+    distill_draft(str(tiny), out, OPTIONS, threads=2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pair(made: Path, tiny: Path) -> Pipeline:
+    out = made.with_name("pair")
+    export_bundle(str(tiny), str(made), out, ExportOptions(tiers=(1, 4), max_length=96), threads=2)
+    return Pipeline.load(out, threads=2)
+
+
+def weights_and_table(draft: Path) -> tuple[bytes, bytes]:
+    return (draft / "model.safetensors").read_bytes(), (draft / "next_tokens.npz").read_bytes()
+
+
+def test_steps_and_seed_give_the_same_draft_whatever_came_between(
+    made: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while it writes and while it trains, and gone on with."""
+    out = tmp_path / "draft"
+    add, steps = WrittenText.add, Trainer._step
+    for owner, name, real, when in ((WrittenText, "add", add, 9), (Trainer, "_step", steps, 3)):
+        calls = count()
+
+        def interrupted(self: Any, *given: Any, real: Any = real, calls: Any = calls, when: int = when) -> Any:
+            if next(calls) == when:
+                self.flush() if isinstance(self, WrittenText) else self.save()
+                raise KeyboardInterrupt
+            return real(self, *given)
+
+        monkeypatch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            distill_draft(str(tiny), out, OPTIONS, threads=2, resume=owner is Trainer)
+        assert not out.exists()
+        monkeypatch.setattr(owner, name, real)
+    with refusing("holds an earlier distillation; go on with --resume"):
+        distill_draft(str(tiny), out, OPTIONS, threads=2)
+    distill_draft(str(tiny), out, OPTIONS, threads=2, resume=True)
+    assert set(load_file(out / "model.safetensors")) == set(load_file(made / "model.safetensors"))
+    assert weights_and_table(out) == weights_and_table(made)
+
+
+def test_every_drafter_over_a_distilled_draft_gives_plain_text(pair: Pipeline) -> None:
+    plain = pair.generate(PROMPT, k=0, max_new_tokens=60)
+    for drafter in ("ngram", "model", "cascade"):
+        for temperature in (0.0, 1.0):
+            expected = plain if not temperature else pair.generate(PROMPT, k=0, temperature=1.0, seed=5)
+            found = pair.generate(
+                PROMPT,
+                k=4,
+                drafter=drafter,
+                max_new_tokens=60 if not temperature else 128,
+                temperature=temperature,
+                seed=5,
+            )
+            assert found.token_ids == expected.token_ids
+            assert found.stats.num_draft_tokens or drafter == "ngram"
+
+
+@pytest.mark.parametrize("lowering", ["fused", "standard"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_layers_are_what_pytorch_trained(family: str, lowering: str, tmp_path: Path) -> None:
+    """The model in training, its folder read by the reference, and its engine agree; other tokens have no chance."""
+    target = write_tiny(tmp_path / "target", layers=3, biases=family == "biases", **FAMILIES[family])
+    source = Source(str(target), tmp_path / "bundle", 64, 2)
+    layers, kept = (0, 2), np.arange(1, 320, 3)
+    spec = layers_spec(source.spec, layers, kept)
+    tensors = layers_tensors(spec, source.spec, layers, source.checkpoint)
+    tensors = {name: tensor.half().float() for name, tensor in tensors.items()}  # as they are written
+    model = DraftModel(spec, tensors, source.embedding(), 32)
+    write_draft(tmp_path / "draft", model, layers_config(source.checkpoint.config, source.spec, layers), source.vocab)
+    draft = SharedEmbedding(open_checkpoint(str(tmp_path / "draft")), source.checkpoint, source.spec.embedding)
+    ids = np.arange(24) * 7 % 320
+    expected = reference_logits(decoder_spec(draft), draft, ids)
+    seen = torch.ones(24, 24, dtype=torch.bool).tril()[None]
+    with torch.no_grad():
+        trained = model.logits(model.hidden(torch.from_numpy(ids)[None], seen))[0].numpy()
+    np.testing.assert_allclose(trained, expected[:, kept], atol=1e-4)
+    assert (np.delete(expected, kept, axis=1) == NO_TOKEN).all()
+    options = ExportOptions("fp32", lowering, tiers=(2,), max_length=64)
+    manifest = export_bundle(str(target), str(tmp_path / "draft"), tmp_path / "out", options, threads=2)
+    assert manifest.draft is not None
+    assert manifest.draft.check["max_difference"] < 1e-3  # of all tokens, those without a row too
+
+
+def test_residual_acceptance_never_draws_what_the_head_lacks(made: Path, tiny: Path, tmp_path: Path) -> None:
+    """q is 0 there; the target's own law is reached by its corrections: they give tokens outside of the head too."""
+    folder = copytree(made, tmp_path / "draft")
+    tensors = load_file(folder / "model.safetensors")
+    kept = np.arange(0, 320, 2)
+    tensors["lm_head.weight"], tensors["d2t"] = tensors["lm_head.weight"][kept], kept - np.arange(len(kept))
+    save_file(tensors, folder / "model.safetensors")
+    edit("config.json", lambda config: config.update(draft_vocab_size=len(kept)))(folder)
+    export_bundle(str(tiny), str(folder), tmp_path / "pair", ExportOptions(tiers=(4,), max_length=96), threads=2)
+    pipeline = Pipeline.load(tmp_path / "pair", threads=2)
+    proposed: set[int] = set()
+    propose = ModelDrafter.propose
+
+    def noted(self: ModelDrafter, *given: Any) -> Any:
+        drafts = propose(self, *given)
+        proposed.update(draft.token for draft in drafts)
+        return drafts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelDrafter, "propose", noted)
+        for acceptance in ("exact", "residual", "block"):
+            found = pipeline.generate(PROMPT, k=4, temperature=1.0, seed=1, acceptance=acceptance, max_new_tokens=60)
+            assert any(token % 2 for token in found.token_ids), acceptance
+    assert proposed
+    assert not any(token % 2 for token in proposed)
+
+
+def test_a_written_sequence_is_the_targets_own_text(tiny: Path, tmp_path: Path) -> None:
+    """Greedy answers of neighbours in a batch, of other lengths each, are what the pipeline gives alone."""
+    source = Source(str(tiny), tmp_path / "bundle", 96, 2)
+    prompts = ["fox", "the lazy dog does not mind", "one two three"]
+    starts = Starts(source.codec, source.opening, prompts)
+    writer = Writer(source.engine(), source.opening, starts, source.end_token_ids, 96, seed=3)
+    pipeline = Pipeline.load(tmp_path / "bundle", threads=2)
+    checked = 0
+    for one in islice(writer.write(count()), 120):
+        ids = [*source.opening.before, *one.ids.tolist()]
+        start = len(source.opening.before) + one.answer
+        assert one.ids.shape == one.top_ids.shape[:1] == one.top_logits.shape[:1]
+        if starts[one.number].temperature == 0 and not loops(ids[-48:]):
+            assert one.top_ids[one.answer - 1 : -1, 0].tolist() == one.ids[one.answer :].tolist()
+            pipeline.target.rollback(0)
+            row = pipeline.target.extend(ids[:start], 1)[0]
+            assert int(row.argmax()) == ids[start]
+            checked += 1
+    assert checked > 5
+
+
+def test_the_table_knows_what_follows(tmp_path: Path) -> None:
+    laws = {(7,): 1, (1, 2): 3, (4, 2): 5}  # behind 2 alone nothing is sure
+    written = []
+    for number, (context, token) in enumerate([*laws.items()] * 3):
+        ids = np.array([9, *context], np.int32)
+        top = np.tile(np.array([[token, 8]], np.int32), (len(ids), 1))
+        written.append(Written(number, len(ids) - 1, ids, top, np.zeros_like(top, np.float16) - [0, 3]))
+    write_next_tokens(tmp_path / "table.npz", written)
+    table = NextTokens.load(tmp_path / "table.npz", 10)
+    assert table.chain([9, 1, 2], 4) == [3]
+    assert table.chain([4, 2], 1) == [5]
+    assert table.chain([9, 7], 4) == [1, 3]
+    assert table.chain([2], 2) == []
+
+
+def test_alpha_by_position_is_of_those_that_reached_it() -> None:
+    assert alpha_by_position([5, 3, 0, 2]) == [0.5, 0.4, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"minutes": 1.0}, "--minutes 1 leaves no time for one evaluation; give 2 or more"),
+        ({"kind": "huge"}, "--kind huge is unknown; use tiny, or layers:"),
+        ({"tokens": 0}, "--tokens 0 must be 1 or more"),
+    ],
+)
+def test_options_that_make_no_sense(changes: dict[str, Any], message: str) -> None:
+    with refusing(message):
+        DistillOptions(**changes)
+
+
+def test_a_draft_is_of_one_target(made: Path, tiny: Path, tmp_path: Path) -> None:
+    other = write_tiny(tmp_path / "other", hidden=32, heads=2, kv_heads=1)
+    with refusing("embedding_projection.weight has shape [256, 64], and the target's embedding is 32 wide"):
+        export_bundle(str(other), str(made), tmp_path / "out", ExportOptions(tiers=(2,)), threads=2)
+    words = write_tiny(tmp_path / "words", files=tiny_tokenizer(310), vocab=320)
+    with refusing("was distilled from a target with other tokens"):
+        export_bundle(str(words), str(made), tmp_path / "out", ExportOptions(tiers=(2,)), threads=2)
+    with refusing("has no embedding of its own: it is a draft, for --draft beside its target"):
+        export_bundle(str(made), None, tmp_path / "out", ExportOptions(tiers=(2,)), threads=2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (edit("config.json", lambda config: config.update(draft_vocab_size=7)), "draft_vocab_size is 7"),
+        (write("next_tokens.npz", b"not a table"), "next_tokens.npz is not a table of next tokens"),
+    ],
+)
+def test_a_damaged_draft_is_refused(made: Path, tiny: Path, tmp_path: Path, damage: Any, message: str) -> None:
+    folder = copytree(made, tmp_path / "draft")
+    damage(folder)
+    with refusing(message):
+        export_bundle(str(tiny), str(folder), tmp_path / "out", ExportOptions(tiers=(2,)), threads=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_what_is_wrong(
+    tiny: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\nnonsense\n')
+
+    def failed(*arguments: str) -> str:
+        result = CliRunner().invoke(main, ["distill", str(tiny), *arguments])
+        assert result.exit_code == 1
+        return result.stderr
+
+    new = str(tmp_path / "new")
+    assert "prompts.jsonl, line 2: expected" in failed("--out", new, "--prompts", str(tmp_path / "prompts.jsonl"))
+    assert f"{made} exists; remove it" in failed("--out", str(made))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert "GB free; free some" in failed("--out", new)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if name.startswith("outrider.distill")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "torch is not installed; run `pip install 'outrider[cpu,export,distill]'`" in failed("--out", new)
+    assert not list(tmp_path.glob("new*"))
