@@ -31,8 +31,8 @@ class TrainingRecipe:
     """
 
     total_variation: float = 0.0
-    matrix_rate: float = 0.02
-    rate: float = 2e-3
+    matrix_rate: float = 0.03
+    rate: float = 4e-3
     weight_decay: float = 0.05
 
 
