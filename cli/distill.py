@@ -16,11 +16,12 @@ from outrider.runtime.bench import read_prompts
 @click.command()
 @click.argument("target")
 @click.option("--out", type=Path, required=True, help="Folder of the draft to create; OUT.work keeps what came before.")
-@click.option("--minutes", type=float, default=90.0, show_default=True, help="Half to write text, half to train.")
+@click.option("--minutes", type=float, default=90.0, show_default=True, help="45 % to write text, 45 % to train.")
 @click.option("--kind", default="tiny", show_default=True, help="tiny, or layers:0,1,28,29 to begin as the target's.")
 @click.option("--prompts", type=Path, help="JSON lines with `prompt`: what your users ask.  [default: made up]")
 @click.option("--tokens", type=int, help="Of text, whatever the time.")
 @click.option("--steps", type=int, help="Of training, whatever the time.")
+@click.option("--max-length", type=int, default=288, show_default=True, help="Tokens of a sequence of text.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--resume", is_flag=True, help="Go on with what an interrupted run left.")
 @options.threads
@@ -33,6 +34,7 @@ def distill(
     prompts: Path | None,
     tokens: int | None,
     steps: int | None,
+    max_length: int,
     seed: int,
     resume: bool,
     threads: int | None,
@@ -46,7 +48,7 @@ def distill(
             f"{error.name} is not installed; run `pip install 'outrider[cpu,export,distill]'`"
         ) from None
 
-    settings = DistillOptions(kind=kind, minutes=minutes, tokens=tokens, steps=steps, seed=seed)
+    settings = DistillOptions(kind, minutes, tokens, steps, max_length, seed)
     texts = read_prompts(prompts) if prompts else []
     with options.progress_bar(1000, "distill") as bar:
 

@@ -14,7 +14,8 @@ from outrider.distill.writer import Written
 
 
 class Batch(NamedTuple):
-    """``ids`` int64 [B, T]; ``seen`` bool [B, T, T], which position sees which.
+    """``ids`` int64 [B, T]; ``positions`` int64 [B, T], the place of each in its sequence;
+    ``seen`` bool [B, T, T], which position sees which.
 
     Labels are those of answers only: ``places`` int64 [N], positions in the flat [B * T], with the rows of the reduced
     head that the target found likely behind them, ``rows`` int64 [N, k], and their probabilities ``law`` float32
@@ -23,6 +24,7 @@ class Batch(NamedTuple):
     """
 
     ids: Tensor
+    positions: Tensor
     seen: Tensor
     places: Tensor
     rows: Tensor
@@ -77,7 +79,8 @@ class Batches:
         first, length = len(self._opening), self._row_length
         ids = np.zeros((len(packed), length), np.int64)
         segments = np.zeros((len(packed), length), np.int64)
-        places, top_ids, top_logits = [], [], []
+        positions = np.zeros((len(packed), length), np.int64)
+        places, top_ids, laws = [], [], []
         for row, sequences in enumerate(packed):
             start = 0
             for segment, one in enumerate(sequences, start=1):
@@ -85,19 +88,21 @@ class Batches:
                 ids[row, start : start + first] = self._opening
                 ids[row, start + first : stop] = one.ids
                 segments[row, start:stop] = segment
+                positions[row, start:stop] = np.arange(stop - start)
                 # The last token before an answer is the first whose successor is the answer's.
                 skipped = max(one.answer - 1, 0)
                 places.append(np.arange(start + first + skipped, stop) + row * length)
-                top_ids.append(one.top_ids[skipped:])
-                top_logits.append(one.top_logits[skipped:])
+                likely, law = one.laws(skipped)
+                top_ids.append(likely)
+                laws.append(law)
                 start = stop
-        rows = self._row_of[np.concatenate(top_ids).astype(np.int64)]
-        law = np.exp(np.concatenate(top_logits).astype(np.float32))
-        law = np.where(rows >= 0, law / law.sum(axis=1, keepdims=True), 0)
+        rows = self._row_of[np.concatenate(top_ids)]
+        law = np.where(rows >= 0, np.concatenate(laws), 0)
         parts = torch.from_numpy(segments)
         seen = (parts[:, :, None] == parts[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
         return Batch(
             torch.from_numpy(ids),
+            torch.from_numpy(positions),
             seen,
             torch.from_numpy(np.concatenate(places)),
             torch.from_numpy(np.maximum(rows, 0)),

@@ -11,20 +11,29 @@ from outrider.distill.report import DistillReport
 def card(target: str, options: DistillOptions, report: DistillReport) -> str:
     """Markdown."""
     asked = f"--kind {options.kind} --minutes {options.minutes:g} --seed {options.seed}"
+    for name, value in (("tokens", options.tokens), ("steps", options.steps)):
+        asked += "" if value is None else f" --{name} {value}"
     return (
-        f"# A draft for {Path(target).name}\n\nMade by `outrider distill` ({asked}) from the target's own text. "
-        "`outrider export --target TARGET --draft FOLDER` takes it.\n\n" + card_table(report) + "\n"
+        f"# A draft for {Path(target).name}\n\nMade by `outrider distill` ({asked}) from the target's own text; the "
+        "target's licence holds for it. `outrider export --target TARGET --draft FOLDER` takes it.\n\n"
+        f"{card_table(report)}\n"
     )
 
 
 def card_table(report: DistillReport) -> str:
     """Markdown, without a heading."""
     measured = report.measured
+    written = "" if report.chat else " without a chat template, which it has not"
+    if report.tokens_per_second:
+        written += f", {report.tokens_per_second:.0f} a second"
+    if report.prompts_too_long:
+        written += f"; {report.prompts_too_long} prompts were too long"
     lines = [
         "| | |",
         "|---|---|",
-        f"| text | {report.tokens:,} tokens that the target wrote, {report.tokens_per_second:.0f} a second |",
-        f"| training | {report.steps:,} steps, {report.parameters / 1e6:.1f}M parameters (embedding: the target's) |",
+        f"| text | {report.tokens:,} tokens that the target wrote{written} |",
+        f"| training | {report.steps:,} steps in {report.seconds / 60:.0f} min, {report.parameters / 1e6:.1f}M "
+        "parameters (embedding: the target's) |",
         f"| reduced head | covers {report.coverage:.1%} of the target's probability |",
         f"| held-out text | greedy agreement {report.agreement.greedy:.3f}, overlap {report.agreement.overlap:.3f} |",
         f"| table of next tokens | {report.table_entries:,} entries |",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from outrider.distill.measure import measure_draft
 from outrider.distill.options import DistillOptions
 from outrider.distill.report import DistillReport
 from outrider.distill.source import Source
-from outrider.distill.starts import HELD_OUT, Starts
-from outrider.distill.student import new_student, new_trainer
+from outrider.distill.starts import Starts
+from outrider.distill.student import draft_config, new_student, new_trainer
 from outrider.distill.table import write_next_tokens
 from outrider.distill.text import WrittenText
 from outrider.distill.train import Budget
@@ -28,6 +29,7 @@ from outrider.distill.writer import Writer, Written
 from outrider.engines.bundle import NEXT_TOKENS
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import default_threads
+from outrider.export.folder import claimed, describe
 from outrider.runtime.bench import Prompt
 
 # What is being done, and the share of the whole that is.
@@ -37,8 +39,9 @@ _COLLECTING, _TRAINING = 0.45, 0.45  # shares of the time; the rest is for expor
 _MEASURED = 16  # prompts
 _MEASURED_TOKENS = 64
 _TOKEN_BYTES = 200  # of text with its laws
+_PARAMETER_BYTES = 2  # of the target, in int8 and int4 for a while
 _TRAINING_BYTES = 400 << 20
-_DONE = "done"  # beside the text: there is as much as was asked for
+_DONE = "done"  # beside the text: the time for it is over
 _CARD = "README.md"
 
 
@@ -59,50 +62,72 @@ def distill(
         resume: go on with what an interrupted run left in ``OUT.work``.
 
     Raises:
-        OutriderError: ``out`` exists, a target that cannot be exported, not enough disk, text of another recipe.
+        OutriderError: ``out`` exists, a target that cannot be exported, not enough disk, work of another recipe.
     """
-    work = _work_folder(out, options, resume)
-    threads = threads or default_threads()
-    torch.manual_seed(options.seed)
-    torch.use_deterministic_algorithms(True)
-    progress("exporting the target", 0.0)
-    source = Source(target, work / "target", options.max_length, threads)
-    starts = Starts(source.codec, source.opening, [prompt.text for prompt in prompts])
-    torch.set_num_threads(1)  # beside an engine's threads PyTorch's would wait for a processor
-    text, rate = _collect(source, work / "text", options, prompts, starts, progress)
-    torch.set_num_threads(threads)
-    parts: tuple[list[Written], list[Written]] = ([], [])
-    for one in text:
-        parts[starts.held_out(one.number)].append(one)
-    training, held_out = parts
-    student = new_student(source, training, options.kind, options.seed)
-    budget = Budget(options.steps, options.minutes * 60 * _TRAINING)
-    opening = source.opening.before
-    trainer = new_trainer(student, opening, training, held_out, budget, options.seed, work / "training.pt")
-    trainer.train(
-        lambda done, loss: progress(f"training: step {budget.step}, loss {loss:.3f}", _COLLECTING + _TRAINING * done)
-    )
-    progress("measuring", _COLLECTING + _TRAINING)
-    agreement = trainer.agreement()
-    draft = work / "draft"
-    for made in (draft, work / "pair"):  # of an earlier run
-        shutil.rmtree(made, ignore_errors=True)
-    write_draft(draft, student.model, student.config, source.vocab)
-    entries = write_next_tokens(draft / NEXT_TOKENS, training)
-    asked = list(prompts[::HELD_OUT]) or _own_turns(source, held_out)
-    few = asked[: max(4, int(_MEASURED * min(1.0, options.minutes / 30)))]
-    measured = measure_draft(target, draft, work / "pair", few, _MEASURED_TOKENS, threads)
-    report = DistillReport(
-        text.tokens, rate, budget.step, student.parameters, student.coverage, agreement, entries, measured
-    )
+    work = out.with_name(f"{out.name}.work")
+    source = Source(target, work / "target", options.max_length, threads or default_threads())
+    draft_config(source, options.kind)  # what cannot be is said before the work of hours
+    _make_work_folder(out, work, source.parameters, options, resume)
+    with claimed(work), _deterministic_torch(options.seed):
+        progress("exporting the target", 0.0)
+        starts = Starts(source.codec, source.opening, prompts, options.max_length)
+        torch.set_num_threads(1)  # beside an engine's threads PyTorch's would wait for a processor
+        text, rate = _collect(source, work / "text", options, prompts, starts, progress)
+        torch.set_num_threads(source.threads)
+        parts: tuple[list[Written], list[Written]] = ([], [])
+        for one in text.sequences(options.tokens):
+            parts[starts.held_out(one.number)].append(one)
+        draft = work / "draft"
+        report = _train(source, *parts, options, draft, rate, starts, progress)
     (draft / _CARD).write_text(card(target, options, report), encoding="utf-8")
     draft.rename(out)
     return report
 
 
-def _work_folder(out: Path, options: DistillOptions, resume: bool) -> Path:
-    """Made or gone on with, on a disk with enough room."""
-    work = out.with_name(f"{out.name}.work")
+def _train(
+    source: Source,
+    training: list[Written],
+    held_out: list[Written],
+    options: DistillOptions,
+    draft: Path,
+    rate: float,
+    starts: Starts,
+    progress: Progress,
+) -> DistillReport:
+    """Train on the first part of the text, write the draft, measure it on what the second is about."""
+    student = new_student(source, training, options.kind, options.seed, options.max_length)
+    budget = Budget(options.steps, options.minutes * 60 * _TRAINING)
+    opening, checkpoint = source.opening.before, draft.with_name("training.pt")
+    trainer = new_trainer(student, opening, training, held_out, options, budget, checkpoint)
+    trainer.train(
+        lambda done, loss: progress(f"training: step {budget.step}, loss {loss:.3f}", _COLLECTING + _TRAINING * done)
+    )
+    progress("measuring", _COLLECTING + _TRAINING)
+    agreement = trainer.agreement()
+    shutil.rmtree(draft, ignore_errors=True)  # of an earlier run
+    write_draft(draft, student.model, student.config, source.vocab)
+    entries = write_next_tokens(draft / NEXT_TOKENS, training)
+    asked = starts.held_out_prompts or _own_turns(source, held_out)
+    few = asked[: max(4, int(_MEASURED * min(1.0, options.minutes / 30)))]
+    longest = min(options.max_length + _MEASURED_TOKENS, source.spec.max_positions)
+    measured = measure_draft(source.name, draft, few, _MEASURED_TOKENS, longest, source.threads)
+    return DistillReport(
+        tokens=sum(len(one.ids) for one in (*training, *held_out)),
+        tokens_per_second=rate,
+        chat=bool(source.opening.after),
+        prompts_too_long=starts.too_long,
+        steps=budget.step,
+        seconds=budget.elapsed,
+        parameters=student.parameters,
+        coverage=student.coverage,
+        agreement=agreement,
+        table_entries=entries,
+        measured=measured,
+    )
+
+
+def _make_work_folder(out: Path, work: Path, parameters: int, options: DistillOptions, resume: bool) -> None:
+    """On a disk with enough room, or gone on with."""
     if out.exists():
         raise OutriderError(f"{out} exists; remove it or choose another --out")
     if not out.absolute().parent.is_dir():
@@ -110,14 +135,27 @@ def _work_folder(out: Path, options: DistillOptions, resume: bool) -> Path:
     if work.exists() and not resume:
         raise OutriderError(f"{work} holds an earlier distillation; go on with --resume, or remove it")
     tokens = options.tokens or int(options.minutes * 60 * _COLLECTING * 1000)
-    need, free = tokens * _TOKEN_BYTES + _TRAINING_BYTES, shutil.disk_usage(out.absolute().parent).free
+    need = tokens * _TOKEN_BYTES + parameters * _PARAMETER_BYTES + _TRAINING_BYTES
+    free = shutil.disk_usage(out.absolute().parent).free
     if need > free and not work.exists():
         raise OutriderError(
             f"{work} needs about {need / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free; free some or choose "
             "another --out"
         )
     work.mkdir(exist_ok=True)
-    return work
+
+
+@contextmanager
+def _deterministic_torch(seed: int) -> Iterator[None]:
+    """PyTorch's settings are the whole process's, and another's after us."""
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict)
+        torch.set_num_threads(threads)
 
 
 def _collect(
@@ -129,30 +167,35 @@ def _collect(
     progress: Progress,
 ) -> tuple[WrittenText, float]:
     """Text, and how many tokens a second were written, 0 where none had to be."""
-    manifest = source.bundle.manifest
     recipe = {
-        "target": source.bundle.files[manifest.target.weights]["sha256"],
+        "target": describe([source.checkpoint.path], None),
         "seed": options.seed,
-        "max_length": options.max_length,
-        "prompts": hashlib.sha256("\0".join(prompt.text for prompt in prompts).encode()).hexdigest(),
+        "--max-length": options.max_length,
+        "file of prompts": hashlib.sha256("\0".join(prompt.text for prompt in prompts).encode()).hexdigest(),
     }
     text = WrittenText(folder, recipe)
-    before, begun = text.tokens, text.seconds
-    if (folder / _DONE).exists() and text.tokens >= (options.tokens or 0):
-        return text, 0.0
     budget = options.minutes * 60 * _COLLECTING
+    what = "writing" if source.opening.after else "writing plain text (there is no chat template)"
+
+    def done() -> float:
+        if options.tokens is not None:
+            return text.tokens / options.tokens
+        return 1.0 if (folder / _DONE).exists() else text.seconds / budget
+
+    if done() >= 1:
+        return text, 0.0
+    before, begun = text.tokens, text.seconds
     writer = Writer(source.engine(), source.opening, starts, source.end_token_ids, options.max_length, options.seed)
-    for one in writer.write(number for number in count() if number not in text.numbers):
-        text.add(one)
-        rate = (text.tokens - before) / (text.seconds - begun)
-        done = text.tokens / options.tokens if options.tokens else text.seconds / budget
-        left = text.seconds * (1 - done) / done / 60
-        progress(
-            f"writing: {text.tokens:,} tokens, {rate:.0f} a second, {left:.0f} min left", _COLLECTING * min(1, done)
-        )
-        if done >= 1:
-            break
-    text.flush()
+    try:
+        for one in writer.write(number for number in count() if number not in text.ended):
+            text.add(one)
+            rate, share = (text.tokens - before) / (text.seconds - begun), min(1.0, done())
+            left = text.seconds * (1 - share) / max(share, 1e-9) / 60
+            progress(f"{what}: {text.tokens:,} tokens, {rate:.0f} a second, {left:.0f} min left", _COLLECTING * share)
+            if share >= 1:
+                break
+    finally:
+        text.flush()
     (folder / _DONE).touch()
     return text, (text.tokens - before) / (text.seconds - begun)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engines.errors import OutriderError
+from outrider.export.architectures import family_spec
 from outrider.export.checkpoint import Checkpoint, read_all
 from outrider.export.shared_embedding import SHARED
 from outrider.export.spec import DecoderSpec
@@ -19,22 +20,27 @@ from outrider.export.spec import DecoderSpec
 _BY_LAYER = ("layer_types", "no_rope_layers")
 
 
-def layers_config(config: dict[str, Any], spec: DecoderSpec, layers: tuple[int, ...]) -> dict[str, Any]:
-    """The target's config for a model of these layers, with a reduced head and the target's embedding.
-
-    Raises:
-        OutriderError: a family whose layers differ in ways that a config of fewer of them cannot say.
-    """
-    if spec.num_experts or spec.scale_by_layer:
-        raise OutriderError(f"layers of {spec.architecture} cannot be a draft of their own; use --kind tiny")
+def layers_config(config: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
+    """The target's config for a model of these layers, with a reduced head and the target's embedding."""
     changed = {key: [config[key][layer] for layer in layers] for key in _BY_LAYER if config.get(key)}
     return config | changed | {"num_hidden_layers": len(layers), "tie_word_embeddings": False, SHARED: True}
 
 
-def layers_spec(spec: DecoderSpec, layers: tuple[int, ...], draft_vocab: NDArray[np.int64]) -> DecoderSpec:
-    """As it is written: layers counted anew, and a head of its own."""
-    part = spec.of_layers(layers)
-    return replace(part, layers=(), head="lm_head", draft_vocab=draft_vocab)
+def layers_spec(
+    config: dict[str, Any], target: DecoderSpec, layers: tuple[int, ...], draft_vocab: NDArray[np.int64]
+) -> DecoderSpec:
+    """What the config of ``layers_config`` is read as: layers counted anew, and a head of its own.
+
+    Raises:
+        OutriderError: a family whose layers differ in ways that a config of fewer of them does not say.
+    """
+    spec = replace(family_spec(config), draft_vocab=draft_vocab)
+    part = target.of_layers(layers)
+    kinds = [[(one.window(layer), one.rotation(layer)) for layer in range(len(layers))] for one in (spec, part)]
+    turned = target.architecture == "gpt2"  # its files hold matrices the other way round
+    if kinds[0] != kinds[1] or target.num_experts or target.scale_by_layer or turned:
+        raise OutriderError(f"layers of {target.architecture} cannot be a draft of their own; use --kind tiny")
+    return spec
 
 
 def layers_tensors(

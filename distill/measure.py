@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from outrider.export import ExportOptions, export_bundle
 from outrider.runtime import Pipeline, SamplingOptions
@@ -42,16 +43,25 @@ class Measured:
 
 
 def measure_draft(
-    target: str, draft: Path, pair: Path, prompts: Sequence[Prompt], max_new_tokens: int, threads: int
+    target: str, draft: Path, prompts: Sequence[Prompt], max_new_tokens: int, max_length: int, threads: int
 ) -> Measured:
-    """Export the pair to ``pair`` in int4 and decode each prompt with every K.
+    """Export the pair in int4 beside the draft, for a while, and decode each prompt with every K.
+
+    Args:
+        max_length: of the pair: a prompt and an answer.
 
     Raises:
         OutriderError: the pair does not export.
     """
     tiers = tuple(range(1, LARGEST_K + 1))
-    export_bundle(target, str(draft), pair, ExportOptions("int4", tiers=tiers, max_length=1024), threads=threads)
-    pipeline = Pipeline.load(pair, threads=threads)
+    with TemporaryDirectory(dir=draft.parent) as folder:
+        pair = Path(folder) / "pair"
+        options = ExportOptions("int4", tiers=tiers, max_length=max_length)
+        export_bundle(target, str(draft), pair, options, threads=threads)
+        return _measure(Pipeline.load(pair, threads=threads), tiers, prompts, max_new_tokens)
+
+
+def _measure(pipeline: Pipeline, tiers: Sequence[int], prompts: Sequence[Prompt], max_new_tokens: int) -> Measured:
     verify, draft_cost, one_row = measure_costs(pipeline, tiers)
     assert draft_cost is not None
     totals = {k: DecodeStats() for k in (0, *tiers)}

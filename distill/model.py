@@ -46,11 +46,11 @@ class DraftModel(nn.Module):
         """As they are now, by name."""
         return {name: self._weights[index].detach().numpy() for name, index in self._index.items()}
 
-    def hidden(self, ids: Tensor, seen: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         """What the head reads, [B, T, width].
 
         Args:
-            ids: int64 [B, T].
+            ids, positions: int64 [B, T]; the second count only for learned positions: rotary ones are relative.
             seen: bool [B, T, T], whether the first position sees the second.
         """
         spec = self.spec
@@ -61,7 +61,7 @@ class DraftModel(nn.Module):
         if spec.position_table:
             table = self.tensor(f"{spec.position_table}.weight")
             assert table is not None
-            x = x + table[spec.first_position :][: ids.shape[1]]
+            x = x + F.embedding(positions + spec.first_position, table)
         for layer in range(spec.num_layers):
             before = x
             for kind in ("attention", "mlp"):

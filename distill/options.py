@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 from outrider.engines.errors import OutriderError
 from outrider.export.layers import PREFIX
@@ -29,7 +30,7 @@ class DistillOptions:
             raise OutriderError(
                 f"--kind {self.kind} is unknown; use tiny, or layers:0,1,28,29 for some of the target's"
             )
-        if self.minutes < _SHORTEST and None in (self.tokens, self.steps):
+        if not isfinite(self.minutes) or (self.minutes < _SHORTEST and None in (self.tokens, self.steps)):
             raise OutriderError(
                 f"--minutes {self.minutes:g} leaves no time for one evaluation; give {_SHORTEST:g} or more"
             )

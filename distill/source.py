@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ class Source:
         """In int8, whose choices are near the checkpoint's and whose passes of many rows are the fastest."""
         if not self.folder.exists():
             options = ExportOptions("int8", max_length=self.max_length)
-            export_bundle(self.name, None, self.folder, options, threads=self.threads)
+            export_bundle(self.name, None, self.folder, options, threads=self.threads, resume=True)
         return Bundle(self.folder)
 
     @cached_property
@@ -59,6 +60,10 @@ class Source:
     @cached_property
     def opening(self) -> Opening:
         return opening_of(self.codec, self.bundle.manifest.eos_token_ids)
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(shape) for _, shape in self.spec.expected_shapes())
 
     @property
     def end_token_ids(self) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.distill.batches import Batches
 from outrider.distill.layers import layers_config, layers_spec, layers_tensors
 from outrider.distill.model import DraftModel
+from outrider.distill.options import DistillOptions
 from outrider.distill.source import Source
 from outrider.distill.tiny import tiny_config, tiny_spec, tiny_tensors
 from outrider.distill.train import Budget, Trainer, TrainingRecipe
@@ -38,8 +40,8 @@ class Student:
         return sum(values.size for values in self.model.tensors().values())
 
 
-def new_student(source: Source, written: Sequence[Written], kind: str, seed: int) -> Student:
-    """Untrained.
+def draft_config(source: Source, kind: str) -> dict[str, Any]:
+    """The Hugging Face config of a draft.
 
     Args:
         kind: ``tiny``, or layers of the target (``parse_layers``).
@@ -47,18 +49,37 @@ def new_student(source: Source, written: Sequence[Written], kind: str, seed: int
     Raises:
         OutriderError: layers that the target has not, or cannot give to a draft.
     """
-    embedding, target = source.embedding(), source.spec
-    draft_vocab, coverage = likeliest_tokens(written, len(embedding), HEAD_TOKENS)
+    target = source.spec
     if kind == "tiny":
-        config = tiny_config(_WIDTH, _LAYERS, target.vocab_size, target.max_positions)
+        return tiny_config(_WIDTH, _LAYERS, target.vocab_size, target.max_positions)
+    layers = parse_layers(kind, target.num_layers, "--kind")
+    config = layers_config(source.checkpoint.config, layers)
+    layers_spec(config, target, layers, np.zeros(1, np.int64))
+    return config
+
+
+def new_student(source: Source, training: Sequence[Written], kind: str, seed: int, longest: int) -> Student:
+    """Untrained.
+
+    Args:
+        kind: see ``draft_config``.
+        longest: tokens of a sequence at most, the opening included.
+    """
+    embedding, config = source.embedding(), draft_config(source, kind)
+    draft_vocab, coverage = likeliest_tokens(training, len(embedding), HEAD_TOKENS)
+    if kind == "tiny":
         spec = tiny_spec(config, draft_vocab)
         tensors = tiny_tensors(spec, embedding, seed)
     else:
-        layers = parse_layers(kind, target.num_layers)
-        config = layers_config(source.checkpoint.config, target, layers)
-        spec = layers_spec(target, layers, draft_vocab)
-        tensors = layers_tensors(spec, target, layers, source.checkpoint)
-    return Student(DraftModel(spec, tensors, embedding, _ROW_LENGTH), config, coverage)
+        layers = parse_layers(kind, source.spec.num_layers)
+        spec = layers_spec(config, source.spec, layers, draft_vocab)
+        tensors = layers_tensors(spec, source.spec, layers, source.checkpoint)
+    return Student(DraftModel(spec, tensors, embedding, row_length(longest)), config, coverage)
+
+
+def row_length(longest: int) -> int:
+    """Of a batch, in tokens."""
+    return max(_ROW_LENGTH, longest)
 
 
 def new_trainer(
@@ -66,16 +87,16 @@ def new_trainer(
     opening: Sequence[int],
     training: Sequence[Written],
     held_out: Sequence[Written],
+    options: DistillOptions,
     budget: Budget,
-    seed: int,
     checkpoint: Path,
 ) -> Trainer:
     """Args:
-    opening: tokens before each sequence.
-    checkpoint: see ``Trainer``.
+        opening: tokens before each sequence.
+        checkpoint: see ``Trainer``.
 
     Raises:
-        OutriderError: there is too little text.
+        OutriderError: there is too little text, or what ``Trainer`` raises.
     """
     if not training or not held_out:
         raise OutriderError(
@@ -84,17 +105,25 @@ def new_trainer(
         )
     draft_vocab = student.model.spec.draft_vocab
     assert draft_vocab is not None
-    trained_on, measured_on = (Batches(part, opening, draft_vocab, _ROW_LENGTH, _ROWS) for part in (training, held_out))
-    return Trainer(student.model, trained_on, measured_on, TrainingRecipe(), budget, seed, checkpoint)
+    trained_on, measured_on = (
+        Batches(part, opening, draft_vocab, row_length(options.max_length), _ROWS) for part in (training, held_out)
+    )
+    numbers = np.array([one.number for one in training])
+    origin = {
+        "kind": options.kind,
+        "number of steps": str(options.steps),
+        "seed": str(options.seed),
+        "text": hashlib.sha256(numbers.tobytes() + draft_vocab.tobytes()).hexdigest(),
+    }
+    recipe = TrainingRecipe()
+    return Trainer(student.model, trained_on, measured_on, recipe, budget, options.seed, checkpoint, origin)
 
 
 def likeliest_tokens(written: Sequence[Written], vocab_size: int, count: int) -> tuple[NDArray[np.int64], float]:
     """The tokens that answers most likely have, int64 [count] rising, and their share of all probability."""
     mass = np.zeros(vocab_size)
     for one in written:
-        first = max(one.answer - 1, 0)
-        law = np.exp(one.top_logits[first:].astype(np.float32))
-        law /= law.sum(axis=1, keepdims=True)
-        np.add.at(mass, one.top_ids[first:].astype(np.int64).reshape(-1), law.reshape(-1))
+        likely, law = one.laws(max(one.answer - 1, 0))
+        np.add.at(mass, likely.reshape(-1), law.reshape(-1))
     tokens = np.sort(np.argsort(-mass, kind="stable")[:count])
     return tokens, float(mass[tokens].sum() / mass.sum())

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.export.architectures import llama
+from outrider.export.architectures import family_spec
 from outrider.export.shared_embedding import PROJECTION, SHARED
 from outrider.export.spec import DecoderSpec
 
 _HEAD_DIM = 64
+_SLAB_ROWS = 8192
 
 
 def tiny_config(width: int, layers: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def tiny_config(width: int, layers: int, vocab_size: int, max_positions: int) ->
 
 
 def tiny_spec(config: dict[str, Any], draft_vocab: NDArray[np.int64]) -> DecoderSpec:
-    return replace(llama.decoder_spec(config), draft_vocab=draft_vocab)
+    return replace(family_spec(config), draft_vocab=draft_vocab)
 
 
 def tiny_tensors(spec: DecoderSpec, embedding: Tensor, seed: int) -> dict[str, Tensor]:
@@ -70,9 +71,12 @@ def tiny_tensors(spec: DecoderSpec, embedding: Tensor, seed: int) -> dict[str, T
 
 def _principal(embedding: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """The first principal directions of the rows, float32 [count, width]; random ones where there are not so many."""
-    centered = (embedding - embedding.mean(dim=0)).double()
-    _, vectors = torch.linalg.eigh(centered.T @ centered)
+    width, mean = embedding.shape[1], embedding.mean(dim=0)
+    squares = torch.zeros((width, width), dtype=torch.float64)
+    for part in torch.split(embedding, _SLAB_ROWS):
+        centered = (part - mean).double()
+        squares += centered.T @ centered
+    _, vectors = torch.linalg.eigh(squares)
     directions: Tensor = vectors.flip(1)[:, :count].T.float()
-    width = embedding.shape[1]
     rest = torch.randn((max(0, count - width), width), generator=generator) * width**-0.5
     return torch.cat([directions, rest])

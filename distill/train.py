@@ -16,11 +16,13 @@ from torch import Tensor
 
 from outrider.distill.batches import Batch, Batches
 from outrider.distill.model import DraftModel
+from outrider.engines.errors import OutriderError
 from outrider.export.shared_embedding import PROJECTION
 
 _CHECKPOINT_SECONDS = 60
 _WARM_UP = 0.02  # of the training
 _LOWEST_RATE = 0.02  # of the highest, at the end
+_LOOKS, _LOOKED_AT, _PATIENCE = 20, 64, 5  # looks at held-out text, its sequences, looks without a better one
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,15 @@ class Budget:
 class Trainer:
     """Trains in place. A step is one batch, whose place in the text depends on the seed and its number only.
 
+    Training stops early where the draft agrees less and less with text that it is not trained on.
+
     Args:
         held_out: what ``agreement`` is measured on.
         checkpoint: file that training goes on from where it is there, and that is renewed every minute.
+        origin: what the training depends on beside what is given here; a checkpoint of another one is refused.
+
+    Raises:
+        OutriderError: the checkpoint is damaged, or of another training.
     """
 
     def __init__(
@@ -87,39 +95,43 @@ class Trainer:
         recipe: TrainingRecipe,
         budget: Budget,
         seed: int,
-        checkpoint: Path | None = None,
+        checkpoint: Path,
+        origin: dict[str, str],
     ) -> None:
         self.model = model
-        self.recipe = recipe
         self.budget = budget
+        self._recipe = recipe
         self._training = training
         self._held_out = held_out
         self._seed = seed
         self._checkpoint = checkpoint
+        self._origin = origin
         self._optimizers = _optimizers(model, recipe)
-        if checkpoint is not None and checkpoint.is_file():
-            self._load(checkpoint)
+        self._found: list[float] = []  # greedy agreement, at each look
+        if checkpoint.is_file():
+            self._load()
 
     def train(self, progress: Callable[[float, float], None] = lambda done, loss: None) -> None:
         """``progress`` is called with the share that is done and the loss of the step."""
-        self.model.train()
         saved = time.monotonic()
         for batch in self._steps():
-            if self.budget.done >= 1:
+            if self.budget.done >= 1 or self._worsens():
                 break
             loss = self._step(batch)
             self.budget.tick()
             progress(self.budget.done, loss)
-            if self._checkpoint is not None and time.monotonic() - saved > _CHECKPOINT_SECONDS:
+            if self.budget.done >= (len(self._found) + 1) / _LOOKS:
+                self._found.append(self.agreement(_LOOKED_AT).greedy)
+            if time.monotonic() - saved > _CHECKPOINT_SECONDS:
                 self.save()
                 saved = time.monotonic()
-        if self._checkpoint is not None:
-            self.save()
+        self.save()
 
     @torch.no_grad()
-    def agreement(self) -> Agreement:
+    def agreement(self, sequences: int | None = None) -> Agreement:
+        """On all that is held out, or the first so many sequences."""
         same = overlap = count = 0.0
-        for batch in self._held_out.epoch(range(len(self._held_out))):
+        for batch in self._held_out.epoch(range(len(self._held_out))[:sequences]):
             logits = self._logits(batch)
             same += float((logits.argmax(dim=-1) == batch.choices).sum())
             law = logits.gather(-1, batch.rows) - logits.logsumexp(dim=-1, keepdim=True)
@@ -128,13 +140,14 @@ class Trainer:
         return Agreement(same / count, overlap / count)
 
     def save(self) -> None:
-        assert self._checkpoint is not None
         work = self._checkpoint.with_suffix(".new")
         state = {
+            "origin": self._origin,
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "step": self.budget.step,
             "elapsed": self.budget.elapsed,
+            "found": self._found,
         }
         with work.open("wb") as file:
             torch.save(state, file)
@@ -142,12 +155,27 @@ class Trainer:
             os.fsync(file.fileno())
         work.replace(self._checkpoint)
 
-    def _load(self, path: Path) -> None:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+    def _load(self) -> None:
+        path = self._checkpoint
+        try:
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+            origin = state["origin"]
+        except Exception as error:  # PyTorch raises many types for files that are not its own
+            raise OutriderError(f"{path} is damaged ({error!r:.80}); remove it: training begins anew") from None
+        other = [name for name, value in self._origin.items() if origin.get(name) != value]
+        if other:
+            raise OutriderError(
+                f"{path} is a training with another {other[0]}; give the same again, or remove it to begin anew"
+            )
         self.model.load_state_dict(state["model"])
         for optimizer, held in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(held)
+        self._found = state["found"]
         self.budget.go_on(state["step"], state["elapsed"])
+
+    def _worsens(self) -> bool:
+        """Whether the best look was some looks ago."""
+        return len(self._found) - self._found.index(max(self._found)) > _PATIENCE if self._found else False
 
     def _steps(self) -> Iterator[Batch]:
         """From the step that is next, epoch after epoch, each in an order of its own."""
@@ -163,7 +191,7 @@ class Trainer:
 
     def _logits(self, batch: Batch) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = self.model.hidden(batch.ids, batch.seen)
+            hidden = self.model.hidden(batch.ids, batch.positions, batch.seen)
             logits = self.model.logits(hidden.flatten(0, 1)[batch.places])
         return logits.float()
 
@@ -173,7 +201,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["highest"]
             optimizer.zero_grad()
-        loss = distillation_loss(self._logits(batch), batch, self.recipe.total_variation)
+        loss = distillation_loss(self._logits(batch), batch, self._recipe.total_variation)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self._optimizers:
@@ -211,7 +239,6 @@ def _optimizers(model: DraftModel, recipe: TrainingRecipe) -> list[torch.optim.O
         [{"params": matrices, "highest": recipe.matrix_rate}],
         lr=recipe.matrix_rate,
         weight_decay=recipe.weight_decay,
-        adjust_lr_fn="match_rms_adamw" if recipe.matrix_rate < 0.01 else "original",
     )
     adam = torch.optim.AdamW(
         [

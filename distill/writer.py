@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 
 from outrider.distill.starts import TURN_TEMPERATURE, Opening, Start, Starts
 from outrider.engines.engine import Engine
+from outrider.engines.errors import OutriderError
 from outrider.runtime.sampling.noise import log_uniforms, stream_key
 
 TOP_K = 32
 _SHORTEST_TURN, _LONGEST_TURN = 3, 160  # tokens of a user's turn worth an answer
 _SHORTEST_ANSWER = 4
+_LEAST_ROOM = 32
+_FREE_START = 16  # tokens of a plain text that are drawn at random, so that no two are the same
 _LOOP, _LONGEST_PERIOD = 48, 16  # so many tokens that repeat this few end a sequence
 
 
@@ -34,6 +37,11 @@ class Written:
     ids: NDArray[np.int32]
     top_ids: NDArray[np.int32] | NDArray[np.uint16]
     top_logits: NDArray[np.float16]
+
+    def laws(self, first: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Likely ids behind the tokens from ``first`` on, and their probabilities, [n - first, TOP_K] each."""
+        law = np.exp(self.top_logits[first:].astype(np.float32))
+        return self.top_ids[first:].astype(np.int64), law / law.sum(axis=1, keepdims=True)
 
 
 @dataclass
@@ -51,7 +59,8 @@ class _Lane:
 
     @property
     def temperature(self) -> float:
-        return TURN_TEMPERATURE if self.answer is None else self.start.temperature
+        plain = self.answer == 0 and len(self.tokens) < _FREE_START
+        return TURN_TEMPERATURE if self.answer is None or plain else self.start.temperature
 
 
 class Writer:
@@ -59,6 +68,9 @@ class Writer:
     engine: of the target, with one sequence of the batch a lane.
     end_token_ids: what ends an answer.
     max_length: tokens of a sequence, the opening included.
+
+    Raises:
+        OutriderError: the opening leaves no room.
     """
 
     def __init__(
@@ -76,11 +88,15 @@ class Writer:
         self._ends = end_token_ids
         self._turn_ends = end_token_ids | frozenset(opening.after[:1])
         self._room = max_length - len(opening.before)
+        if self._room < _LEAST_ROOM:
+            raise OutriderError(
+                f"the target opens a text with {len(opening.before)} tokens, and --max-length {max_length} leaves no "
+                "room behind them; give a larger one"
+            )
         self._seed = seed
-        self._top: tuple[NDArray[np.int32], NDArray[np.float16]] | None = None  # behind the opening
 
     def write(self, numbers: Iterator[int]) -> Iterator[Written]:
-        """Sequences in the order in which they end; those that came to nothing are left out."""
+        """Sequences in the order in which they end; one that came to nothing is empty."""
         count = self._engine.batch
         first = len(self._opening.before)
         top_ids, top_logits = self._open()
@@ -99,10 +115,8 @@ class Writer:
                 lane.fed += 1
                 if lane.fed < len(lane.tokens) or self._goes_on(lane, all_ids[index], all_logits[index]):
                     continue
-                written = self._written(lane)
                 lanes[index] = self._begin(next(numbers), top_ids, top_logits)
-                if written is not None:
-                    yield written
+                yield self._written(lane)
 
     def _open(self) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """Fill the start of every lane's cache, where it stays; what is likely behind it."""
@@ -144,12 +158,18 @@ class Writer:
             return False
         return len(lane.tokens) < self._room and not loops(lane.tokens)
 
-    def _written(self, lane: _Lane) -> Written | None:
+    def _written(self, lane: _Lane) -> Written:
         turn, size = lane.answer, lane.fed
-        if turn is None or size - turn < _SHORTEST_ANSWER:
-            return None
-        if not lane.start.forced and 0 < turn < len(self._opening.after) + _SHORTEST_TURN:
-            return None
+        nothing = turn is None or size - turn < _SHORTEST_ANSWER
+        if turn is None or nothing or (not lane.start.forced and 0 < turn < len(self._opening.after) + _SHORTEST_TURN):
+            width = lane.top_ids[0].shape
+            return Written(
+                lane.number,
+                0,
+                np.zeros(0, np.int32),
+                np.zeros((0, *width), np.int32),
+                np.zeros((0, *width), np.float16),
+            )
         ids = np.array(lane.tokens[:size], np.int32)
         return Written(lane.number, turn, ids, np.stack(lane.top_ids), np.stack(lane.top_logits))
 

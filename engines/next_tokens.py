@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
 from outrider.engines.errors import OutriderError
+
+# What numpy raises for files that are not what ``np.savez`` writes.
+NOT_ARRAYS = (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile)
 
 
 class NextTokens:
@@ -27,9 +31,13 @@ class NextTokens:
         try:
             with np.load(path) as held:  # pickles are refused
                 contexts, tokens = held["contexts"], held["tokens"]
-        except (OSError, ValueError, KeyError) as error:
+        except NOT_ARRAYS as error:
             raise OutriderError(f"{path} is not a table of next tokens ({error}); distill the draft again") from None
-        if contexts.dtype != np.uint64 or tokens.dtype != np.uint32 or contexts.shape != tokens.shape:
+        if (
+            contexts.dtype != np.uint64
+            or tokens.dtype != np.uint32
+            or (contexts.ndim, contexts.shape) != (1, tokens.shape)
+        ):
             raise OutriderError(f"{path} is not a table of next tokens; distill the draft again")
         if tokens.size and int(tokens.max()) >= vocab_size:
             raise OutriderError(f"{path} names token {tokens.max()}, and the vocabulary has {vocab_size}")

@@ -154,8 +154,7 @@ def _export(
             models[role] = job.check(work, job.write(work, step), ids, threads, step)
         for file, files in tokenizers.items():
             _write_tokenizer(work / file, files)
-        if draft is not None and (table := Path(draft) / NEXT_TOKENS).is_file():
-            NextTokens.load(table, models["target"].vocab_size)
+        if table := _next_tokens(jobs):
             shutil.copyfile(table, work / NEXT_TOKENS)
         tokenizer = tokenizers[TOKENIZER]
         if tokenizer.chat_template:
@@ -188,8 +187,12 @@ def _plan(
     sources = {"target": target} | ({} if draft is None or cut else {"draft": draft})
     checkpoints = {role: open_checkpoint(source) for role, source in sources.items()}
     specs: dict[str, DecoderSpec | TracedDecoder] = {}
-    if checkpoints["target"].config.get(SHARED):
-        raise OutriderError(f"{target} has no embedding of its own: it is a draft, for --draft beside its target")
+    for role, checkpoint in checkpoints.items():
+        if checkpoint.config.get(SHARED) and (role == "target" or traces is not None):
+            raise OutriderError(
+                f"{checkpoint.path} has no embedding of its own: it is a draft, for --draft beside its target, "
+                "without --via"
+            )
     for role, checkpoint in checkpoints.items() if traces is None else ():
         if role == "draft" and checkpoint.config.get(SHARED):
             target_spec = specs["target"]
@@ -214,7 +217,16 @@ def _plan(
         whole = jobs["target"]
         part = whole.spec.of_layers(parse_layers(draft, whole.spec.num_layers))
         jobs["draft"] = replace(whole, graph=CUT_GRAPH, spec=part, whole=whole.graph)
+    if table := _next_tokens(jobs):
+        NextTokens.load(table, jobs["target"].spec.vocab_size)
     return jobs, {files[role]: tokenizers[role] for role in reversed(sources)}  # the target's where they share one
+
+
+def _next_tokens(jobs: dict[str, ModelExport]) -> Path | None:
+    """The table of the draft's folder, whose tokens are the target's."""
+    draft = jobs.get("draft")
+    table = None if draft is None or draft.tokenizer != TOKENIZER else draft.checkpoint.path / NEXT_TOKENS
+    return table if table is not None and table.is_file() else None
 
 
 def _check_unused(draft: str | None, cut: bool, options: ExportOptions) -> None:
@@ -284,6 +296,8 @@ def _cut(spec: DecoderSpec | TracedDecoder, vocab: dict[str, int], source: str) 
     needed = max(vocab.values()) + 1
     if spec.vocab_size < needed:
         raise OutriderError(f"{source}: its embedding has {spec.vocab_size} rows, its tokenizer {needed} ids")
+    if isinstance(spec, DecoderSpec) and spec.draft_vocab is not None and spec.draft_vocab[-1] >= needed:
+        raise OutriderError(f"{source}: d2t names token {spec.draft_vocab[-1]}, and the tokenizer has {needed} ids")
     return replace(spec, vocab_size=needed)
 
 

@@ -36,7 +36,7 @@ def new_bundle(folder: str | Path, order: str = "", *, resume: bool = False) -> 
     work = _work(folder)
     try:
         work.mkdir(exist_ok=True)
-        with _claimed(work):
+        with claimed(work):
             _check_left(work, order, resume)
             with _kept_if_begun(work):
                 if not (work / _ORDER).exists():
@@ -132,7 +132,7 @@ def _kept_if_begun(work: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _claimed(work: Path) -> Iterator[None]:
+def claimed(work: Path) -> Iterator[None]:
     """One process at a time, where the system has locks of this kind; a lock ends with its process.
 
     Raises:
@@ -148,7 +148,7 @@ def _claimed(work: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise OutriderError(f"another export is writing {work}; wait for it or choose another --out") from None
+        raise OutriderError(f"another process is writing {work}; wait for it or choose another --out") from None
     try:
         yield
     finally:

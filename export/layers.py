@@ -10,7 +10,7 @@ PREFIX = "layers:"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def parse_layers(draft: str, num_layers: int) -> tuple[int, ...]:
+def parse_layers(draft: str, num_layers: int, option: str = "--draft") -> tuple[int, ...]:
     """The layers that ``draft`` names, first 0.
 
     Raises:
@@ -20,15 +20,15 @@ def parse_layers(draft: str, num_layers: int) -> tuple[int, ...]:
     for part in draft.removeprefix(PREFIX).split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
-            raise OutriderError(f"--draft {draft}: {part!r} is not a layer or a range; write it as layers:0-3,26-29")
+            raise OutriderError(f"{option} {draft}: {part!r} is not a layer or a range; write it as layers:0-3,26-29")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise OutriderError(f"--draft {draft}: the range {part.strip()} runs backwards")
+            raise OutriderError(f"{option} {draft}: the range {part.strip()} runs backwards")
         if last >= num_layers:
-            raise OutriderError(f"--draft {draft}: the target has layers 0 to {num_layers - 1}")
+            raise OutriderError(f"{option} {draft}: the target has layers 0 to {num_layers - 1}")
         layers += range(first, last + 1)
     if layers != sorted(set(layers)):
-        raise OutriderError(f"--draft {draft}: layers must rise, each named once")
+        raise OutriderError(f"{option} {draft}: layers must rise, each named once")
     if len(layers) == num_layers:
-        raise OutriderError(f"--draft {draft} is the whole target; leave some layers out")
+        raise OutriderError(f"{option} {draft} is the whole target; leave some layers out")
     return tuple(layers)

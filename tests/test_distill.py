@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from shutil import copytree
@@ -20,6 +23,8 @@ from safetensors.numpy import load_file, save_file
 
 from outrider.cli import main
 from outrider.distill import DistillOptions, distill_draft
+from outrider.distill import text as text_module
+from outrider.distill import train as train_module
 from outrider.distill.draft import write_draft
 from outrider.distill.layers import layers_config, layers_spec, layers_tensors
 from outrider.distill.measure import alpha_by_position
@@ -29,7 +34,7 @@ from outrider.distill.starts import Starts
 from outrider.distill.table import write_next_tokens
 from outrider.distill.text import WrittenText
 from outrider.distill.train import Trainer
-from outrider.distill.writer import Writer, Written, loops
+from outrider.distill.writer import Writer, Written
 from outrider.engines.errors import OutriderError
 from outrider.engines.next_tokens import NextTokens
 from outrider.export import ExportOptions, export_bundle
@@ -38,7 +43,8 @@ from outrider.export.checkpoint import open_checkpoint
 from outrider.export.reference import reference_logits
 from outrider.export.shared_embedding import SharedEmbedding
 from outrider.export.spec import NO_TOKEN
-from outrider.runtime import Pipeline
+from outrider.runtime import Pipeline, SamplingOptions
+from outrider.runtime.bench import Prompt
 from outrider.runtime.drafters.model import ModelDrafter
 
 OPTIONS = DistillOptions(minutes=2, tokens=3000, steps=4, max_length=96)
@@ -47,6 +53,7 @@ FAMILIES = {
     "llama": {},
     "untied": {"tie_word_embeddings": False},
     "biases": {"model_type": "qwen2"},
+    "windows": {"model_type": "mistral", "sliding_window": 8},
 }
 
 
@@ -75,28 +82,102 @@ def weights_and_table(draft: Path) -> tuple[bytes, bytes]:
 def test_steps_and_seed_give_the_same_draft_whatever_came_between(
     made: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted while it writes and while it trains, and gone on with."""
-    out = tmp_path / "draft"
-    add, steps = WrittenText.add, Trainer._step
-    for owner, name, real, when in ((WrittenText, "add", add, 9), (Trainer, "_step", steps, 3)):
-        calls = count()
-
-        def interrupted(self: Any, *given: Any, real: Any = real, calls: Any = calls, when: int = when) -> Any:
-            if next(calls) == when:
-                self.flush() if isinstance(self, WrittenText) else self.save()
-                raise KeyboardInterrupt
-            return real(self, *given)
-
-        monkeypatch.setattr(owner, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            distill_draft(str(tiny), out, OPTIONS, threads=2, resume=owner is Trainer)
-        assert not out.exists()
-        monkeypatch.setattr(owner, name, real)
+    """Interrupted while it writes (what was not flushed is lost) and while it trains, and gone on with."""
+    out, interrupt = tmp_path / "draft", Interrupt(monkeypatch)
+    monkeypatch.setattr(text_module, "_SHARD_TOKENS", 200)
+    with interrupt.of(WrittenText, "add", 40), monkeypatch.context() as killed:
+        killed.setattr(WrittenText, "flush", lambda self: None)
+        distill_draft(str(tiny), out, OPTIONS, threads=2)
     with refusing("holds an earlier distillation; go on with --resume"):
         distill_draft(str(tiny), out, OPTIONS, threads=2)
+    with interrupt.of(WrittenText, "add", 30):
+        distill_draft(str(tiny), out, OPTIONS, threads=2, resume=True)
+    assert len(list((tmp_path / "draft.work/text").glob("*.npz"))) > 0
+    monkeypatch.setattr(train_module, "_CHECKPOINT_SECONDS", 0)
+    with interrupt.of(Trainer, "_step", 3):
+        distill_draft(str(tiny), out, OPTIONS, threads=2, resume=True)
+    assert not out.exists()
+    with refusing("training.pt is a training with another number of steps"):
+        distill_draft(str(tiny), out, replace(OPTIONS, steps=5), threads=2, resume=True)
+    (tmp_path / "draft.work/training.pt").write_bytes(whole := (tmp_path / "draft.work/training.pt").read_bytes()[:999])
+    with refusing("training.pt is damaged"):
+        distill_draft(str(tiny), out, OPTIONS, threads=2, resume=True)
+    assert len(whole) == 999
+    (tmp_path / "draft.work/training.pt").unlink()
+    with refusing("holds text of another seed"):
+        distill_draft(str(tiny), out, replace(OPTIONS, seed=1), threads=2, resume=True)
     distill_draft(str(tiny), out, OPTIONS, threads=2, resume=True)
-    assert set(load_file(out / "model.safetensors")) == set(load_file(made / "model.safetensors"))
     assert weights_and_table(out) == weights_and_table(made)
+
+
+class Interrupt:
+    """Interrupts the process at a call of a method."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    @contextmanager
+    def of(self, owner: type, name: str, when: int) -> Iterator[None]:
+        real, calls = getattr(owner, name), count()
+
+        def counted(*given: Any) -> Any:
+            if next(calls) == when:
+                raise KeyboardInterrupt
+            return real(*given)
+
+        with self._patch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, counted)
+            yield
+
+
+def test_text_counts_as_far_as_all_of_it_is_there(tmp_path: Path) -> None:
+    """By number, whatever ended first; what came to nothing is waited for, and equal beginnings count once."""
+
+    def one(number: int, size: int) -> Written:
+        ids = np.full(size, 7 + number // 2, np.int32)
+        return Written(number, 0, ids, np.zeros((size, 2), np.int32), np.zeros((size, 2), np.float16))
+
+    text = WrittenText(tmp_path, {})
+    for number, size in ((3, 40), (0, 30), (1, 30)):
+        text.add(one(number, size))
+    assert text.tokens == 30
+    text.add(one(2, 0))
+    assert text.tokens == 70
+    text.flush()
+    text.add(one(5, 9))
+    text.flush()
+    again = WrittenText(tmp_path, {})
+    assert (again.tokens, again.ended) == (70, {0, 1, 2, 3, 5})
+    assert [one.number for one in again.sequences()] == [0, 3]
+    assert [one.number for one in again.sequences(30)] == [0]
+    (tmp_path / "00001.npz").write_bytes((tmp_path / "00001.npz").read_bytes()[:200])
+    with refusing("00001.npz is damaged"):
+        WrittenText(tmp_path, {})
+
+
+def test_a_target_without_a_template_writes_texts_that_differ(tmp_path: Path) -> None:
+    files = replace(tiny_tokenizer(), chat_template=None)
+    target = write_tiny(tmp_path / "target", seed=1, files=files)
+    out = tmp_path / "draft"
+    report = distill_draft(str(target), out, replace(OPTIONS, steps=1), threads=2)
+    assert not report.chat
+    assert report.tokens >= 3000
+    assert "without a chat template, which it has not" in (out / "README.md").read_text()
+    export_bundle(str(target), str(out), tmp_path / "pair", ExportOptions(tiers=(2,), max_length=96), threads=2)
+
+
+def test_long_prompts_are_left_out_and_counted(tiny: Path, tmp_path: Path) -> None:
+    source = Source(str(tiny), tmp_path / "bundle", 96, 2)
+    prompts = [Prompt("a", "x", "fox " * 80), Prompt("b", "x", "fox"), Prompt("c", "x", "dog")]
+    starts = Starts(source.codec, source.opening, prompts, 96)
+    assert starts.too_long == 1
+    assert [prompt.id for prompt in starts.held_out_prompts] == ["b"]
+    with refusing("no prompt has"):
+        Starts(source.codec, source.opening, prompts[:1], 96)
+    with refusing("prompt d is not UTF-8 text"):
+        Starts(source.codec, source.opening, [Prompt("d", "x", "\ud800")], 96)
+    with refusing("leaves no room behind them"):
+        Writer(source.engine(), source.opening, starts, source.end_token_ids, 20, 0)
 
 
 def test_every_drafter_over_a_distilled_draft_gives_plain_text(pair: Pipeline) -> None:
@@ -123,17 +204,19 @@ def test_drafts_of_layers_are_what_pytorch_trained(family: str, lowering: str, t
     target = write_tiny(tmp_path / "target", layers=3, biases=family == "biases", **FAMILIES[family])
     source = Source(str(target), tmp_path / "bundle", 64, 2)
     layers, kept = (0, 2), np.arange(1, 320, 3)
-    spec = layers_spec(source.spec, layers, kept)
+    config = layers_config(source.checkpoint.config, layers)
+    spec = layers_spec(config, source.spec, layers, kept)
     tensors = layers_tensors(spec, source.spec, layers, source.checkpoint)
     tensors = {name: tensor.half().float() for name, tensor in tensors.items()}  # as they are written
     model = DraftModel(spec, tensors, source.embedding(), 32)
-    write_draft(tmp_path / "draft", model, layers_config(source.checkpoint.config, source.spec, layers), source.vocab)
+    write_draft(tmp_path / "draft", model, config, source.vocab)
     draft = SharedEmbedding(open_checkpoint(str(tmp_path / "draft")), source.checkpoint, source.spec.embedding)
     ids = np.arange(24) * 7 % 320
     expected = reference_logits(decoder_spec(draft), draft, ids)
     seen = torch.ones(24, 24, dtype=torch.bool).tril()[None]
+    places = torch.arange(24)[None]
     with torch.no_grad():
-        trained = model.logits(model.hidden(torch.from_numpy(ids)[None], seen))[0].numpy()
+        trained = model.logits(model.hidden(torch.from_numpy(ids)[None], places, seen))[0].numpy()
     np.testing.assert_allclose(trained, expected[:, kept], atol=1e-4)
     assert (np.delete(expected, kept, axis=1) == NO_TOKEN).all()
     options = ExportOptions("fp32", lowering, tiers=(2,), max_length=64)
@@ -172,22 +255,21 @@ def test_residual_acceptance_never_draws_what_the_head_lacks(made: Path, tiny: P
 def test_a_written_sequence_is_the_targets_own_text(tiny: Path, tmp_path: Path) -> None:
     """Greedy answers of neighbours in a batch, of other lengths each, are what the pipeline gives alone."""
     source = Source(str(tiny), tmp_path / "bundle", 96, 2)
-    prompts = ["fox", "the lazy dog does not mind", "one two three"]
-    starts = Starts(source.codec, source.opening, prompts)
+    prompts = [Prompt(text, "x", text) for text in ("fox", "the lazy dog does not mind", "one two three")]
+    starts = Starts(source.codec, source.opening, prompts, 96)
     writer = Writer(source.engine(), source.opening, starts, source.end_token_ids, 96, seed=3)
     pipeline = Pipeline.load(tmp_path / "bundle", threads=2)
     checked = 0
     for one in islice(writer.write(count()), 120):
-        ids = [*source.opening.before, *one.ids.tolist()]
-        start = len(source.opening.before) + one.answer
+        start = starts[one.number]
         assert one.ids.shape == one.top_ids.shape[:1] == one.top_logits.shape[:1]
-        if starts[one.number].temperature == 0 and not loops(ids[-48:]):
-            assert one.top_ids[one.answer - 1 : -1, 0].tolist() == one.ids[one.answer :].tolist()
-            pipeline.target.rollback(0)
-            row = pipeline.target.extend(ids[:start], 1)[0]
-            assert int(row.argmax()) == ids[start]
+        if start.temperature == 0 and len(one.ids) and checked < 12:
+            ids = [*source.opening.before, *one.ids.tolist()]
+            asked = len(source.opening.before) + one.answer
+            request = pipeline.new_request(ids[:asked], SamplingOptions(max_new_tokens=len(ids) - asked))
+            assert list(pipeline.decode(request, "none", 0)) == ids[asked:]
             checked += 1
-    assert checked > 5
+    assert checked == 12
 
 
 def test_the_table_knows_what_follows(tmp_path: Path) -> None:
@@ -215,6 +297,7 @@ def test_alpha_by_position_is_of_those_that_reached_it() -> None:
         ({"minutes": 1.0}, "--minutes 1 leaves no time for one evaluation; give 2 or more"),
         ({"kind": "huge"}, "--kind huge is unknown; use tiny, or layers:"),
         ({"tokens": 0}, "--tokens 0 must be 1 or more"),
+        ({"minutes": float("nan")}, "--minutes nan leaves no time"),
     ],
 )
 def test_options_that_make_no_sense(changes: dict[str, Any], message: str) -> None:

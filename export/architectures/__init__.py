@@ -60,6 +60,11 @@ _GGUF_FAMILIES = (
 )
 
 
+def family_spec(config: dict[str, Any]) -> DecoderSpec:
+    """By the config alone, of a family that is implemented."""
+    return _FAMILIES[config["model_type"]](config)
+
+
 def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
     """The checkpoint's architecture, its tensors checked to be there with the right shapes.
 
@@ -72,7 +77,7 @@ def decoder_spec(checkpoint: Checkpoint) -> DecoderSpec:
         check_kind(config, family, tuple(_FAMILIES))
         if family not in _GGUF_FAMILIES and isinstance(checkpoint, GGUFCheckpoint):
             raise OutriderError(f"GGUF files of {family!r} are not read yet; use the safetensors checkpoint")
-        spec = _with_draft_vocab(_FAMILIES[family](config), config, checkpoint)
+        spec = _with_draft_vocab(family_spec(config), config, checkpoint)
         check_settings(config)
     except KeyError as error:
         raise OutriderError(f"{checkpoint.path}: its config has no {error.args[0]}") from None
@@ -90,7 +95,7 @@ def _with_draft_vocab(spec: DecoderSpec, config: dict[str, Any], checkpoint: Che
     size = config.get("draft_vocab_size")
     if size is None and checkpoint.shape(D2T) is None:
         return spec
-    if not isinstance(size, int) or checkpoint.shape(D2T) != (size,) or spec.tied:
+    if not isinstance(size, int) or size < 1 or checkpoint.shape(D2T) != (size,) or spec.tied:
         raise OutriderError(
             f"draft_vocab_size is {size}: that needs a head of its own (tie_word_embeddings false) and a tensor {D2T} "
             f"of that size, which here has shape {checkpoint.shape(D2T)}"
