@@ -22,6 +22,7 @@ def write_draft(folder: Path, model: DraftModel, config: dict[str, Any], vocab: 
     tensors: dict[str, Any] = {name: values.astype(np.float16) for name, values in model.tensors().items()}
     tensors[D2T] = draft_vocab - np.arange(len(draft_vocab))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library gives it to its owner alone
     whole = config | {
         "draft_vocab_size": len(draft_vocab),
         "dtype": "float16",

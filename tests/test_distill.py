@@ -19,6 +19,7 @@ import torch
 from checkpoints import tiny_tokenizer, write_tiny
 from click.testing import CliRunner
 from refusals import edit, write
+from residents import on_cpu
 from safetensors.numpy import load_file, save_file
 
 from outrider.cli import main
@@ -35,8 +36,10 @@ from outrider.distill.table import write_next_tokens
 from outrider.distill.text import WrittenText
 from outrider.distill.train import Trainer
 from outrider.distill.writer import Writer, Written
+from outrider.engines.bundle import Bundle
 from outrider.engines.errors import OutriderError
 from outrider.engines.next_tokens import NextTokens
+from outrider.engines.tensorrt import BuildOptions, build_engine
 from outrider.export import ExportOptions, export_bundle
 from outrider.export.architectures import decoder_spec
 from outrider.export.checkpoint import open_checkpoint
@@ -225,15 +228,9 @@ def test_drafts_of_layers_are_what_pytorch_trained(family: str, lowering: str, t
     assert manifest.draft.check["max_difference"] < 1e-3  # of all tokens, those without a row too
 
 
-def test_residual_acceptance_never_draws_what_the_head_lacks(made: Path, tiny: Path, tmp_path: Path) -> None:
+def test_residual_acceptance_never_draws_what_the_head_lacks(reduced: Path, tiny: Path, tmp_path: Path) -> None:
     """q is 0 there; the target's own law is reached by its corrections: they give tokens outside of the head too."""
-    folder = copytree(made, tmp_path / "draft")
-    tensors = load_file(folder / "model.safetensors")
-    kept = np.arange(0, 320, 2)
-    tensors["lm_head.weight"], tensors["d2t"] = tensors["lm_head.weight"][kept], kept - np.arange(len(kept))
-    save_file(tensors, folder / "model.safetensors")
-    edit("config.json", lambda config: config.update(draft_vocab_size=len(kept)))(folder)
-    export_bundle(str(tiny), str(folder), tmp_path / "pair", ExportOptions(tiers=(4,), max_length=96), threads=2)
+    export_bundle(str(tiny), str(reduced), tmp_path / "pair", ExportOptions(tiers=(4,), max_length=96), threads=2)
     pipeline = Pipeline.load(tmp_path / "pair", threads=2)
     proposed: set[int] = set()
     propose = ModelDrafter.propose
@@ -250,6 +247,35 @@ def test_residual_acceptance_never_draws_what_the_head_lacks(made: Path, tiny: P
             assert any(token % 2 for token in found.token_ids), acceptance
     assert proposed
     assert not any(token % 2 for token in proposed)
+
+
+@pytest.fixture(scope="module")
+def reduced(made: Path) -> Path:
+    """The draft with a head of the even tokens only."""
+    folder = copytree(made, made.with_name("reduced"))
+    tensors = load_file(folder / "model.safetensors")
+    kept = np.arange(0, 320, 2)
+    tensors["lm_head.weight"], tensors["d2t"] = tensors["lm_head.weight"][kept], kept - np.arange(len(kept))
+    save_file(tensors, folder / "model.safetensors")
+    edit("config.json", lambda config: config.update(draft_vocab_size=len(kept)))(folder)
+    return folder
+
+
+@pytest.mark.parametrize("law", [{}, {"temperature": 1.0, "seed": 3}])
+def test_rounds_on_a_device_take_a_reduced_head(reduced: Path, tiny: Path, tmp_path: Path, law: dict[str, Any]) -> None:
+    options = ExportOptions("fp32", tiers=(4,), max_length=96)
+    export_bundle(str(tiny), str(reduced), tmp_path / "pair", options, threads=2)
+    expected = Pipeline.load(tmp_path / "pair", threads=2).generate(PROMPT, k=4, drafter="model", **law)
+    found = on_cpu(tmp_path / "pair").generate(PROMPT, k=4, drafter="model", **law)
+    assert (found.token_ids, found.origins) == (expected.token_ids, expected.origins)
+    assert found.stats.num_draft_tokens
+
+
+def test_tensorrt_builds_a_reduced_head(reduced: Path, tiny: Path, tmp_path: Path) -> None:
+    options = ExportOptions("fp16", "standard", tiers=(4,), max_length=96)
+    export_bundle(str(tiny), str(reduced), tmp_path / "pair", options, threads=2)
+    engine, _ = build_engine(Bundle(tmp_path / "pair"), "draft", BuildOptions("tensorrt-rtx", "sm89", (4,)))
+    assert engine.role == "draft"
 
 
 def test_a_written_sequence_is_the_targets_own_text(tiny: Path, tmp_path: Path) -> None:
