@@ -58,7 +58,7 @@ class Pipeline:
         self.tiers = tuple(k for k in bundle.manifest.tiers if not table or PlanShape(k + 1, k + 1) in table)
         self.exactness, min_rows = self._probe_rows()
         self.target = CachedModel(target, min_rows)
-        self.draft = CachedModel(draft, 1, exact=False) if draft else None  # its bits decide no text
+        self.draft = CachedModel(draft, 1) if draft else None  # its bits decide no text
         self._rounds: dict[int, DeviceRound] = {}
         self._drafters: dict[str, Drafter] = {"ngram": self._ngram_drafter(), "none": NoDrafter()}
         if self.draft is not None:

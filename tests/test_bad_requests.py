@@ -112,7 +112,7 @@ REQUESTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "K over the tiers": ("a", {"k": 9}, ["K = 9", "0 to 8", "--k 9"]),
     "K over the tiers with messages": ([MESSAGE], {"k": 100}, ["K = 100"]),
     "K negative": ("a", {"k": -1}, ["K = -1", "negative"]),
-    "unknown drafter": ("a", {"drafter": "oracle"}, ["'oracle'", "model, ngram, none"]),
+    "unknown drafter": ("a", {"drafter": "oracle"}, ["'oracle'", "model, ngram, cascade, none"]),
     "negative budget": ("a", {"max_new_tokens": -1}, ["max_new_tokens -1"]),
 }
 

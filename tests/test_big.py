@@ -169,7 +169,7 @@ def test_two_exports_at_once(source: Path, tmp_path: Path) -> None:
     fcntl.flock(handle, fcntl.LOCK_EX)
     options = ExportOptions(**SMALL)
     message = refused(lambda: export_bundle(str(source), None, tmp_path / "out", options, resume=True))
-    assert "another export is writing" in message
+    assert "another process is writing" in message
     os.close(handle)
     export_bundle(str(source), None, tmp_path / "out", options, threads=2, resume=True)
 

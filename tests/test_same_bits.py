@@ -205,7 +205,7 @@ def test_the_strategies_know_every_option() -> None:
     seen: set[str] = set()
     found = Outcome([1, 2], ["a", "b"], [None, None], "ab", "length")
 
-    @settings(max_examples=300, derandomize=True, database=None)
+    @settings(max_examples=1500, derandomize=True, database=None)
     @given(options=option_sets(320, [1, 2, 3], st.integers(0, 9)), ends=endings(found))
     def draw(options: dict[str, Any], ends: dict[str, Any]) -> None:
         SamplingOptions(**options, **ends)
