@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.distill.writer import Written
 from outrider.engines.errors import OutriderError
 from outrider.engines.next_tokens import NOT_ARRAYS
+from outrider.export.weights import write_note, written_whole
 
 _SHARD_TOKENS, _SHARD_SECONDS = 32768, 60.0  # whichever comes first ends a shard
 _RECIPE = "text.json"
@@ -40,6 +40,7 @@ class WrittenText:
         self.tokens = 0
         self._next = 0  # the first number that has not ended
         self._ahead: dict[int, tuple[int, bytes]] = {}  # tokens and beginning of those behind it
+        self._counted: dict[int, int] = {}  # tokens of those that count, by number
         self._heads: set[bytes] = set()
         self._held_seconds = 0.0
         self._since = time.monotonic()
@@ -79,40 +80,34 @@ class WrittenText:
             "top_ids": np.concatenate([one.top_ids for one in pending]).astype(small),
             "top_logits": np.concatenate([one.top_logits for one in pending]),
         }
-        work = self.folder / ".shard.npz"
-        with work.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # older stubs know no arrays by name
-            file.flush()
-            os.fsync(file.fileno())
         last = max((int(shard.stem) for shard in self._shards()), default=-1)
-        work.rename(self.folder / f"{last + 1:05}.npz")
+        with written_whole(self.folder / f"{last + 1:05}.npz") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # older stubs know no arrays by name
         self._held_seconds, self._since = self.seconds, time.monotonic()
         self._pending = []
 
     def sequences(self, tokens: int | None = None) -> Iterator[Written]:
         """What is on disk and counts, by number; with ``tokens`` no more of it than has so many."""
-        found = [one for shard in self._shards() for one in _sequences(_read(shard)) if one.number < self._next]
-        heads: set[bytes] = set()
+        wanted: set[int] = set()
         total = 0
-        for one in sorted(found, key=lambda one: one.number):
-            head = _head(one)
-            if not len(one.ids) or head in heads:
-                continue
-            heads.add(head)
-            yield one
-            total += len(one.ids)
+        for number, size in self._counted.items():
             if tokens is not None and total >= tokens:
-                return
+                break
+            wanted.add(number)
+            total += size
+        found = [one for shard in self._shards() for one in _sequences(_read(shard)) if one.number in wanted]
+        yield from sorted(found, key=lambda one: one.number)
 
     def _count(self, one: Written) -> None:
         self.ended.add(one.number)
         self._ahead[one.number] = len(one.ids), _head(one)
         while self._next in self._ahead:
             size, head = self._ahead.pop(self._next)
-            self._next += 1
             if size and head not in self._heads:
                 self._heads.add(head)
+                self._counted[self._next] = size
                 self.tokens += size
+            self._next += 1
 
     def _shards(self) -> list[Path]:
         return sorted(self.folder.glob("[0-9]*.npz"))
@@ -120,9 +115,7 @@ class WrittenText:
 
 def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
     if not path.is_file():
-        work = path.with_suffix(".new")
-        work.write_text(json.dumps(recipe), encoding="utf-8")
-        work.replace(path)
+        write_note(path, recipe)
         return
     try:
         held = json.loads(path.read_text(encoding="utf-8"))

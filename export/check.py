@@ -59,9 +59,10 @@ def compare(engine: Engine, ids: Sequence[int], reference: NDArray[np.float32]) 
         law, other = _log_softmax(expected), _log_softmax(found)
         divergences.append((np.exp(law) * (law - other)).sum(axis=-1))
         same = (expected.argmax(axis=-1) == found.argmax(axis=-1)).sum()
+        likelihoods = [part[np.arange(len(following)), following] for part in (other, law)]  # none follows the last
         # A reduced head gives some tokens no chance: perplexity is over the others.
-        known = law[np.arange(len(following)), following] > NO_TOKEN / 2
-        parts.append([same, known.sum(), *(_log_likelihood(part, following, known) for part in (other, law))])
+        known = likelihoods[1] > NO_TOKEN / 2
+        parts.append([same, known.sum(), *(part[known].sum() for part in likelihoods)])
     total_same, followed, log_likelihood, reference_log_likelihood = np.sum(parts, axis=0)
     divergence = np.maximum(np.concatenate(divergences), 0.0)
     return Comparison(
@@ -127,11 +128,6 @@ def check_engine(
         "max_difference": loss.max_difference,
         "kl_stored": near.kl,
     }
-
-
-def _log_likelihood(log_law: NDArray[np.float64], following: NDArray[np.int64], known: NDArray[np.bool_]) -> float:
-    """Of the tokens that follow, as far as they are ``known``; none follows the last."""
-    return float(log_law[np.arange(len(following)), following][known].sum())
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from outrider.export.architectures import decoder_spec
 from outrider.export.attention import LOWERINGS
 from outrider.export.check import check_text
 from outrider.export.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
-from outrider.export.folder import check_out, describe, left_bytes, new_bundle
+from outrider.export.folder import check_out, check_room, describe, new_bundle
 from outrider.export.layers import PREFIX, parse_layers
 from outrider.export.model import ModelExport
 from outrider.export.optimum import (
@@ -143,7 +143,7 @@ def _export(
         order = describe([job.checkpoint.path for job in jobs.values()], (draft, options))
     except OSError as error:
         raise OutriderError(f"cannot read {error.filename or target}: {error.strerror or error}") from error
-    _check_disk(out, jobs)
+    check_room(out, sum(job.planned_bytes() for job in jobs.values() if job.whole is None))
     with new_bundle(out, order, resume=resume) as work:
         steps = _Steps(progress, sum(job.steps for job in jobs.values()))
         texts = {file: _whole_tokenizer(files).encode(check_text()) for file, files in tokenizers.items()}
@@ -267,17 +267,6 @@ def _model_export(
         # A draft of fewer positions serves as far as it reaches; behind that, decoding goes on plain.
         max_length=min(options.max_length, spec.max_positions),
     )
-
-
-def _check_disk(out: Path, jobs: dict[str, ModelExport]) -> None:
-    """Raises OutriderError where the disk has not the room; what an interrupted export left is room too."""
-    need = sum(job.planned_bytes() for job in jobs.values() if job.whole is None)
-    free = shutil.disk_usage(out.absolute().parent).free + left_bytes(out)
-    if need > free:
-        raise OutriderError(
-            f"{out} needs {need / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free; free some or choose another "
-            "--out"
-        )
 
 
 @dataclass

@@ -62,6 +62,16 @@ def check_out(folder: str | Path) -> Path:
     return folder
 
 
+def check_room(folder: Path, need: int) -> None:
+    """Raises OutriderError where the disk has not ``need`` bytes; what an interrupted export left is room too."""
+    free = shutil.disk_usage(folder.absolute().parent).free + left_bytes(folder)
+    if need > free:
+        raise OutriderError(
+            f"{folder} needs {need / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free; free some or choose "
+            "another --out"
+        )
+
+
 def left_bytes(folder: Path) -> int:
     """How much of an interrupted export is there to go on with."""
     work = _work(folder)

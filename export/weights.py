@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -97,14 +98,21 @@ def read_journal(path: Path) -> tuple[int, dict[str, Place]]:
     return end, places
 
 
-def write_note(path: Path, content: object) -> None:
-    """As JSON; it takes its place when it is on the disk, so that a crash leaves the one before or this, whole."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes its place when it is on the disk: a crash leaves the one before or this, whole."""
     work = path.with_name(f"{path.name}.new")
-    with work.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
+    with work.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     work.replace(path)
+
+
+def write_note(path: Path, content: object) -> None:
+    """As JSON, ``written_whole``."""
+    with written_whole(path) as file:
+        file.write(json.dumps(content).encode())
 
 
 class SharedWeights:
