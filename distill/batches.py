@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.distill.writer import Written
+from outrider.export.spec import DecoderSpec
 
 
 class Batch(NamedTuple):
@@ -32,10 +32,13 @@ class Batch(NamedTuple):
     choices: Tensor
 
 
+Packed = list[list[Written]]  # the sequences of each row of a batch
+
+
 class Batches:
     """Args:
     opening: tokens before each sequence.
-    draft_vocab: int64 [n], the tokens of the reduced head.
+    spec: of the draft, with its reduced head.
     row_length, rows: T and B.
     """
 
@@ -43,15 +46,15 @@ class Batches:
         self,
         written: Sequence[Written],
         opening: Sequence[int],
-        draft_vocab: NDArray[np.int64],
+        spec: DecoderSpec,
         row_length: int,
         rows: int,
     ) -> None:
         self._written = written
         self._opening = np.array(opening, np.int64)
-        self._row_of = np.full(int(max(int(one.top_ids.max()) for one in written)) + 1, -1, np.int64)
-        known = draft_vocab[draft_vocab < len(self._row_of)]
-        self._row_of[known] = np.arange(len(known))
+        assert spec.draft_vocab is not None
+        self._row_of = np.full(spec.vocab_size, -1, np.int64)
+        self._row_of[spec.draft_vocab] = np.arange(spec.head_size)
         self._row_length = row_length
         self._rows = rows
 
@@ -59,23 +62,23 @@ class Batches:
         """Sequences."""
         return len(self._written)
 
-    def epoch(self, order: Iterable[int]) -> Iterator[Batch]:
-        """All sequences in this order; the last rows may be less full."""
-        packed: list[list[Written]] = []
+    def packed(self, order: Iterable[int]) -> Iterator[Packed]:
+        """Sequences in this order, row by row of each batch; the last rows may be less full."""
+        packed: Packed = []
         used = self._row_length
         for number in order:
             size = len(self._opening) + len(self._written[number].ids)
             if used + size > self._row_length:
                 if len(packed) == self._rows:
-                    yield self._batch(packed)
+                    yield packed
                     packed = []
                 packed.append([])
                 used = 0
             packed[-1].append(self._written[number])
             used += size
-        yield self._batch(packed)
+        yield packed
 
-    def _batch(self, packed: list[list[Written]]) -> Batch:
+    def batch(self, packed: Packed) -> Batch:
         first, length = len(self._opening), self._row_length
         ids = np.zeros((len(packed), length), np.int64)
         segments = np.zeros((len(packed), length), np.int64)

@@ -21,7 +21,7 @@ from outrider.distill.options import DistillOptions
 from outrider.distill.report import DistillReport
 from outrider.distill.source import Source
 from outrider.distill.starts import Starts
-from outrider.distill.student import draft_config, new_student, new_trainer
+from outrider.distill.student import DraftPlan, new_student, new_trainer, plan_draft
 from outrider.distill.table import write_next_tokens
 from outrider.distill.text import WrittenText
 from outrider.distill.train import Budget
@@ -29,7 +29,7 @@ from outrider.distill.writer import Writer, Written
 from outrider.engines.bundle import NEXT_TOKENS
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import default_threads
-from outrider.export.folder import claimed, describe
+from outrider.export.folder import check_out, check_room, claimed, describe
 from outrider.runtime.bench import Prompt
 
 # What is being done, and the share of the whole that is.
@@ -66,7 +66,7 @@ def distill(
     """
     work = out.with_name(f"{out.name}.work")
     source = Source(target, work / "target", options.max_length, threads or default_threads())
-    draft_config(source, options.kind)  # what cannot be is said before the work of hours
+    plan = plan_draft(source, options.kind)  # what cannot be is said before the work of hours
     _make_work_folder(out, work, source.parameters, options, resume)
     with claimed(work), _deterministic_torch(options.seed):
         progress("exporting the target", 0.0)
@@ -78,14 +78,14 @@ def distill(
         for one in text.sequences(options.tokens):
             parts[starts.held_out(one.number)].append(one)
         draft = work / "draft"
-        report = _train(source, *parts, options, draft, rate, starts, progress)
+        report = _train(plan, *parts, options, draft, rate, starts, progress)
     (draft / _CARD).write_text(card(target, options, report), encoding="utf-8")
     draft.rename(out)
     return report
 
 
 def _train(
-    source: Source,
+    plan: DraftPlan,
     training: list[Written],
     held_out: list[Written],
     options: DistillOptions,
@@ -95,7 +95,8 @@ def _train(
     progress: Progress,
 ) -> DistillReport:
     """Train on the first part of the text, write the draft, measure it on what the second is about."""
-    student = new_student(source, training, options.kind, options.seed, options.max_length)
+    source = plan.source
+    student = new_student(plan, training, options.seed, options.max_length)
     budget = Budget(options.steps, options.minutes * 60 * _TRAINING)
     opening, checkpoint = source.opening.before, draft.with_name("training.pt")
     trainer = new_trainer(student, opening, training, held_out, options, budget, checkpoint)
@@ -128,21 +129,13 @@ def _train(
 
 def _make_work_folder(out: Path, work: Path, parameters: int, options: DistillOptions, resume: bool) -> None:
     """On a disk with enough room, or gone on with."""
-    if out.exists():
-        raise OutriderError(f"{out} exists; remove it or choose another --out")
-    if not out.absolute().parent.is_dir():
-        raise OutriderError(f"there is no folder {out.parent}; create it or choose another --out")
+    check_out(out)
     if work.exists() and not resume:
         raise OutriderError(f"{work} holds an earlier distillation; go on with --resume, or remove it")
     tokens = options.tokens or int(options.minutes * 60 * _COLLECTING * 1000)
-    need = tokens * _TOKEN_BYTES + parameters * _PARAMETER_BYTES + _TRAINING_BYTES
-    free = shutil.disk_usage(out.absolute().parent).free
-    if need > free and not work.exists():
-        raise OutriderError(
-            f"{work} needs about {need / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free; free some or choose "
-            "another --out"
-        )
-    work.mkdir(exist_ok=True)
+    if not work.exists():
+        check_room(work, tokens * _TOKEN_BYTES + parameters * _PARAMETER_BYTES + _TRAINING_BYTES)
+        work.mkdir()
 
 
 @contextmanager

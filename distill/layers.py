@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engines.errors import OutriderError
@@ -26,15 +23,13 @@ def layers_config(config: dict[str, Any], layers: tuple[int, ...]) -> dict[str, 
     return config | changed | {"num_hidden_layers": len(layers), "tie_word_embeddings": False, SHARED: True}
 
 
-def layers_spec(
-    config: dict[str, Any], target: DecoderSpec, layers: tuple[int, ...], draft_vocab: NDArray[np.int64]
-) -> DecoderSpec:
-    """What the config of ``layers_config`` is read as: layers counted anew, and a head of its own.
+def layers_spec(config: dict[str, Any], target: DecoderSpec, layers: tuple[int, ...]) -> DecoderSpec:
+    """What the config of ``layers_config`` is read as: layers counted anew, and a head of its own, still whole.
 
     Raises:
         OutriderError: a family whose layers differ in ways that a config of fewer of them does not say.
     """
-    spec = replace(family_spec(config), draft_vocab=draft_vocab)
+    spec = family_spec(config)
     part = target.of_layers(layers)
     kinds = [[(one.window(layer), one.rotation(layer)) for layer in range(len(layers))] for one in (spec, part)]
     turned = target.architecture == "gpt2"  # its files hold matrices the other way round

@@ -10,8 +10,7 @@ from tempfile import TemporaryDirectory
 
 from outrider.export import ExportOptions, export_bundle
 from outrider.runtime import Pipeline, SamplingOptions
-from outrider.runtime.bench import Prompt, encode_prompt, measure_costs
-from outrider.runtime.stats import DecodeStats
+from outrider.runtime.bench import BenchReport, Prompt, run_bench
 
 LARGEST_K = 8
 _CATEGORY_K = 4
@@ -51,51 +50,45 @@ def measure_draft(
         max_length: of the pair: a prompt and an answer.
 
     Raises:
-        OutriderError: the pair does not export.
+        OutriderError: the pair does not export, or there is nothing to compare (``run_bench``).
     """
     tiers = tuple(range(1, LARGEST_K + 1))
     with TemporaryDirectory(dir=draft.parent) as folder:
         pair = Path(folder) / "pair"
         options = ExportOptions("int4", tiers=tiers, max_length=max_length)
         export_bundle(target, str(draft), pair, options, threads=threads)
-        return _measure(Pipeline.load(pair, threads=threads), tiers, prompts, max_new_tokens)
+        report = run_bench(
+            Pipeline.load(pair, threads=threads),
+            prompts,
+            options=SamplingOptions(max_new_tokens=max_new_tokens),
+            tiers=tiers,
+            drafters=("model",),
+        )
+    return _measured(report)
 
 
-def _measure(pipeline: Pipeline, tiers: Sequence[int], prompts: Sequence[Prompt], max_new_tokens: int) -> Measured:
-    verify, draft_cost, one_row = measure_costs(pipeline, tiers)
+def _measured(report: BenchReport) -> Measured:
+    plain, drafted = report.arms[0], {arm.k: arm for arm in report.arms if arm.drafter == "model"}
+    draft_cost = report.draft_cost
     assert draft_cost is not None
-    totals = {k: DecodeStats() for k in (0, *tiers)}
-    categories: dict[str, tuple[DecodeStats, DecodeStats]] = {}
-    for number, prompt in enumerate(prompts):
-        stats = _decode(pipeline, prompt, tiers, max_new_tokens, backwards=number % 2 == 1)
-        for k, one in stats.items():
-            totals[k].add(one)
-        plain, drafted = categories.setdefault(prompt.category, (DecodeStats(), DecodeStats()))
-        plain.add(stats[0])
-        drafted.add(stats[_CATEGORY_K])
-    plain_speed = totals[0].tokens_per_second
     rows = [
         ByK(
             k,
-            totals[k].mean_acceptance_length,
-            totals[k].draft_acceptance_rate,
-            verify[k],
-            totals[k].mean_acceptance_length / (k * draft_cost + verify[k]),
-            totals[k].tokens_per_second / plain_speed,
+            arm.stats.mean_acceptance_length,
+            arm.stats.draft_acceptance_rate,
+            report.verify_cost[k],
+            arm.stats.mean_acceptance_length / (k * draft_cost + report.verify_cost[k]),
+            arm.stats.tokens_per_second / plain.stats.tokens_per_second,
         )
-        for k in tiers
+        for k, arm in drafted.items()
     ]
-    return Measured(
-        one_row * 1e3,
-        draft_cost,
-        alpha_by_position(totals[LARGEST_K].acceptance_histogram),
-        rows,
-        {
-            name: (drafted.mean_acceptance_length, drafted.tokens_per_second / plain.tokens_per_second)
-            for name, (plain, drafted) in sorted(categories.items())
-            if plain.num_round_tokens
-        },
-    )
+    categories = {
+        name: (stats.mean_acceptance_length, stats.tokens_per_second / plain.stats_by_category[name].tokens_per_second)
+        for name, stats in sorted(drafted[_CATEGORY_K].stats_by_category.items())
+        if plain.stats_by_category[name].num_round_tokens
+    }
+    alpha = alpha_by_position(drafted[LARGEST_K].stats.acceptance_histogram)
+    return Measured(report.one_row_ms, draft_cost, alpha, rows, categories)
 
 
 def alpha_by_position(histogram: Sequence[int]) -> list[float]:
@@ -105,18 +98,3 @@ def alpha_by_position(histogram: Sequence[int]) -> list[float]:
     """
     reached = [sum(histogram[accepted:]) for accepted in range(len(histogram))]
     return [later / earlier for earlier, later in pairwise(reached) if earlier]
-
-
-def _decode(
-    pipeline: Pipeline, prompt: Prompt, tiers: Sequence[int], max_new_tokens: int, backwards: bool
-) -> dict[int, DecodeStats]:
-    ids = encode_prompt(pipeline, prompt)
-    found = {}
-    arms = (0, *tiers)
-    for k in reversed(arms) if backwards else arms:
-        pipeline.clear_caches()
-        request = pipeline.new_request(ids, SamplingOptions(max_new_tokens=max_new_tokens))
-        for _ in pipeline.decode(request, "model" if k else "none", k, exact=k > 0):
-            pass
-        found[k] = request.stats
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from outrider.distill.layers import layers_config, layers_spec, layers_tensors
 from outrider.distill.model import DraftModel
 from outrider.distill.options import DistillOptions
 from outrider.distill.source import Source
-from outrider.distill.tiny import tiny_config, tiny_spec, tiny_tensors
-from outrider.distill.train import Budget, Trainer, TrainingRecipe
+from outrider.distill.tiny import tiny_config, tiny_tensors
+from outrider.distill.train import Budget, Trainer
 from outrider.distill.writer import Written
 from outrider.engines.errors import OutriderError
+from outrider.export.architectures import family_spec
 from outrider.export.layers import parse_layers
+from outrider.export.spec import DecoderSpec
 
 HEAD_TOKENS = 12288
 _WIDTH, _LAYERS = 256, 3  # of a tiny draft
@@ -40,10 +42,21 @@ class Student:
         return sum(values.size for values in self.model.tensors().values())
 
 
-def draft_config(source: Source, kind: str) -> dict[str, Any]:
-    """The Hugging Face config of a draft.
+@dataclass(frozen=True)
+class DraftPlan:
+    """A draft before there is text: its Hugging Face ``config``, and what that is read as, the head still whole.
 
-    Args:
+    ``layers`` are those of the target that it begins as; None for one from scratch.
+    """
+
+    source: Source
+    config: dict[str, Any]
+    spec: DecoderSpec
+    layers: tuple[int, ...] | None
+
+
+def plan_draft(source: Source, kind: str) -> DraftPlan:
+    """Args:
         kind: ``tiny``, or layers of the target (``parse_layers``).
 
     Raises:
@@ -51,30 +64,27 @@ def draft_config(source: Source, kind: str) -> dict[str, Any]:
     """
     target = source.spec
     if kind == "tiny":
-        return tiny_config(_WIDTH, _LAYERS, target.vocab_size, target.max_positions)
+        config = tiny_config(_WIDTH, _LAYERS, target.vocab_size, target.max_positions)
+        return DraftPlan(source, config, family_spec(config), None)
     layers = parse_layers(kind, target.num_layers, "--kind")
     config = layers_config(source.checkpoint.config, layers)
-    layers_spec(config, target, layers, np.zeros(1, np.int64))
-    return config
+    return DraftPlan(source, config, layers_spec(config, target, layers), layers)
 
 
-def new_student(source: Source, training: Sequence[Written], kind: str, seed: int, longest: int) -> Student:
+def new_student(plan: DraftPlan, training: Sequence[Written], seed: int, longest: int) -> Student:
     """Untrained.
 
     Args:
-        kind: see ``draft_config``.
         longest: tokens of a sequence at most, the opening included.
     """
-    embedding, config = source.embedding(), draft_config(source, kind)
+    source, embedding = plan.source, plan.source.embedding()
     draft_vocab, coverage = likeliest_tokens(training, len(embedding), HEAD_TOKENS)
-    if kind == "tiny":
-        spec = tiny_spec(config, draft_vocab)
+    spec = replace(plan.spec, draft_vocab=draft_vocab)
+    if plan.layers is None:
         tensors = tiny_tensors(spec, embedding, seed)
     else:
-        layers = parse_layers(kind, source.spec.num_layers)
-        spec = layers_spec(config, source.spec, layers, draft_vocab)
-        tensors = layers_tensors(spec, source.spec, layers, source.checkpoint)
-    return Student(DraftModel(spec, tensors, embedding, row_length(longest)), config, coverage)
+        tensors = layers_tensors(spec, source.spec, plan.layers, source.checkpoint)
+    return Student(DraftModel(spec, tensors, embedding, row_length(longest)), plan.config, coverage)
 
 
 def row_length(longest: int) -> int:
@@ -103,20 +113,19 @@ def new_trainer(
             f"{len(training) + len(held_out)} sequences of text are too few to train and to measure on; give more "
             "--minutes or --tokens"
         )
-    draft_vocab = student.model.spec.draft_vocab
-    assert draft_vocab is not None
+    spec = student.model.spec
+    assert spec.draft_vocab is not None
     trained_on, measured_on = (
-        Batches(part, opening, draft_vocab, row_length(options.max_length), _ROWS) for part in (training, held_out)
+        Batches(part, opening, spec, row_length(options.max_length), _ROWS) for part in (training, held_out)
     )
     numbers = np.array([one.number for one in training])
     origin = {
         "kind": options.kind,
         "number of steps": str(options.steps),
         "seed": str(options.seed),
-        "text": hashlib.sha256(numbers.tobytes() + draft_vocab.tobytes()).hexdigest(),
+        "text": hashlib.sha256(numbers.tobytes() + spec.draft_vocab.tobytes()).hexdigest(),
     }
-    recipe = TrainingRecipe()
-    return Trainer(student.model, trained_on, measured_on, recipe, budget, options.seed, checkpoint, origin)
+    return Trainer(student.model, trained_on, measured_on, budget, options.seed, checkpoint, origin)
 
 
 def likeliest_tokens(written: Sequence[Written], vocab_size: int, count: int) -> tuple[NDArray[np.int64], float]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.export.architectures import family_spec
 from outrider.export.shared_embedding import PROJECTION, SHARED
 from outrider.export.spec import DecoderSpec
 
@@ -37,10 +33,6 @@ def tiny_config(width: int, layers: int, vocab_size: int, max_positions: int) ->
         "tie_word_embeddings": False,
         SHARED: True,
     }
-
-
-def tiny_spec(config: dict[str, Any], draft_vocab: NDArray[np.int64]) -> DecoderSpec:
-    return replace(family_spec(config), draft_vocab=draft_vocab)
 
 
 def tiny_tensors(spec: DecoderSpec, embedding: Tensor, seed: int) -> dict[str, Tensor]:

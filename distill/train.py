@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,24 +17,14 @@ from outrider.distill.batches import Batch, Batches
 from outrider.distill.model import DraftModel
 from outrider.engines.errors import OutriderError
 from outrider.export.shared_embedding import PROJECTION
+from outrider.export.weights import written_whole
 
 _CHECKPOINT_SECONDS = 60
 _WARM_UP = 0.02  # of the training
 _LOWEST_RATE = 0.02  # of the highest, at the end
+_MATRIX_RATE, _RATE = 0.03, 4e-3  # the highest, of the layers' matrices and of all else
+_WEIGHT_DECAY = 0.05
 _LOOKS, _LOOKED_AT, _PATIENCE = 20, 64, 5  # looks at held-out text, its sequences, looks without a better one
-
-
-@dataclass(frozen=True)
-class TrainingRecipe:
-    """``total_variation`` is its share in the loss, beside the forward Kullback-Leibler divergence.
-
-    ``matrix_rate`` is the learning rate of the layers' matrices, by Muon, ``rate`` that of all else, by AdamW.
-    """
-
-    total_variation: float = 0.0
-    matrix_rate: float = 0.03
-    rate: float = 4e-3
-    weight_decay: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,6 @@ class Trainer:
         model: DraftModel,
         training: Batches,
         held_out: Batches,
-        recipe: TrainingRecipe,
         budget: Budget,
         seed: int,
         checkpoint: Path,
@@ -100,13 +88,12 @@ class Trainer:
     ) -> None:
         self.model = model
         self.budget = budget
-        self._recipe = recipe
         self._training = training
         self._held_out = held_out
         self._seed = seed
         self._checkpoint = checkpoint
         self._origin = origin
-        self._optimizers = _optimizers(model, recipe)
+        self._optimizers = _optimizers(model)
         self._found: list[float] = []  # greedy agreement, at each look
         if checkpoint.is_file():
             self._load()
@@ -131,16 +118,15 @@ class Trainer:
     def agreement(self, sequences: int | None = None) -> Agreement:
         """On all that is held out, or the first so many sequences."""
         same = overlap = count = 0.0
-        for batch in self._held_out.epoch(range(len(self._held_out))[:sequences]):
+        for packed in self._held_out.packed(range(len(self._held_out))[:sequences]):
+            batch = self._held_out.batch(packed)
             logits = self._logits(batch)
             same += float((logits.argmax(dim=-1) == batch.choices).sum())
-            law = logits.gather(-1, batch.rows) - logits.logsumexp(dim=-1, keepdim=True)
-            overlap += float(torch.minimum(law.exp(), batch.law).sum())
+            overlap += float(torch.minimum(_log_law(logits, batch).exp(), batch.law).sum())
             count += len(batch.choices)
         return Agreement(same / count, overlap / count)
 
     def save(self) -> None:
-        work = self._checkpoint.with_suffix(".new")
         state = {
             "origin": self._origin,
             "model": self.model.state_dict(),
@@ -149,11 +135,8 @@ class Trainer:
             "elapsed": self.budget.elapsed,
             "found": self._found,
         }
-        with work.open("wb") as file:
+        with written_whole(self._checkpoint) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        work.replace(self._checkpoint)
 
     def _load(self) -> None:
         path = self._checkpoint
@@ -182,11 +165,11 @@ class Trainer:
         skipped, epoch = self.budget.step, 0
         while True:
             order = np.random.default_rng((self._seed, epoch)).permutation(len(self._training))
-            for batch in self._training.epoch(order.tolist()):
+            for packed in self._training.packed(order.tolist()):
                 if skipped:
                     skipped -= 1
                 else:
-                    yield batch
+                    yield self._training.batch(packed)
             epoch += 1
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -201,7 +184,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["highest"]
             optimizer.zero_grad()
-        loss = distillation_loss(self._logits(batch), batch, self._recipe.total_variation)
+        loss = distillation_loss(self._logits(batch), batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self._optimizers:
@@ -209,15 +192,14 @@ class Trainer:
         return float(loss.detach())
 
 
-def distillation_loss(logits: Tensor, batch: Batch, total_variation: float) -> Tensor:
-    """Mean over positions of the cross entropy from the target's law, and of the total variation between the laws."""
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    log_law = logits.gather(-1, batch.rows) - total
-    entropy = -(batch.law * log_law).sum(dim=-1).mean()
-    if not total_variation:
-        return entropy
-    apart = 1 - torch.minimum(log_law.exp(), batch.law).sum(dim=-1).mean()
-    return (1 - total_variation) * entropy + total_variation * apart
+def distillation_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Mean over positions of the cross entropy from the target's law."""
+    return -(batch.law * _log_law(logits, batch)).sum(dim=-1).mean()
+
+
+def _log_law(logits: Tensor, batch: Batch) -> Tensor:
+    """The draft's log-probabilities of what the target found likely, [N, k]."""
+    return logits.gather(-1, batch.rows) - logits.logsumexp(dim=-1, keepdim=True)
 
 
 def _rate(done: float) -> float:
@@ -227,7 +209,7 @@ def _rate(done: float) -> float:
     return _LOWEST_RATE + (1 - _LOWEST_RATE) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
 
 
-def _optimizers(model: DraftModel, recipe: TrainingRecipe) -> list[torch.optim.Optimizer]:
+def _optimizers(model: DraftModel) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of layers (Jordan et al. 2024); AdamW for head, projection, norms and biases."""
     ends = {f"{model.spec.head}.weight", PROJECTION, f"{model.spec.position_table}.weight"}
     matrices, tables, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -236,16 +218,14 @@ def _optimizers(model: DraftModel, recipe: TrainingRecipe) -> list[torch.optim.O
         assert parameter is not None
         (vectors if parameter.ndim < 2 else tables if name in ends else matrices).append(parameter)
     muon = torch.optim.Muon(
-        [{"params": matrices, "highest": recipe.matrix_rate}],
-        lr=recipe.matrix_rate,
-        weight_decay=recipe.weight_decay,
+        [{"params": matrices, "highest": _MATRIX_RATE}], lr=_MATRIX_RATE, weight_decay=_WEIGHT_DECAY
     )
     adam = torch.optim.AdamW(
         [
-            {"params": tables, "weight_decay": recipe.weight_decay, "highest": recipe.rate},
-            {"params": vectors, "weight_decay": 0.0, "highest": recipe.rate},
+            {"params": tables, "weight_decay": _WEIGHT_DECAY, "highest": _RATE},
+            {"params": vectors, "weight_decay": 0.0, "highest": _RATE},
         ],
-        lr=recipe.rate,
+        lr=_RATE,
         betas=(0.9, 0.95),
     )
     return [muon, adam]

@@ -159,19 +159,15 @@ class Writer:
         return len(lane.tokens) < self._room and not loops(lane.tokens)
 
     def _written(self, lane: _Lane) -> Written:
-        turn, size = lane.answer, lane.fed
-        nothing = turn is None or size - turn < _SHORTEST_ANSWER
-        if turn is None or nothing or (not lane.start.forced and 0 < turn < len(self._opening.after) + _SHORTEST_TURN):
-            width = lane.top_ids[0].shape
-            return Written(
-                lane.number,
-                0,
-                np.zeros(0, np.int32),
-                np.zeros((0, *width), np.int32),
-                np.zeros((0, *width), np.float16),
-            )
+        answer, size = lane.answer, lane.fed
+        if answer is None or size - answer < _SHORTEST_ANSWER or self._hardly_asked(lane, answer):
+            answer = size = 0
         ids = np.array(lane.tokens[:size], np.int32)
-        return Written(lane.number, turn, ids, np.stack(lane.top_ids), np.stack(lane.top_logits))
+        return Written(lane.number, answer, ids, np.stack(lane.top_ids)[:size], np.stack(lane.top_logits)[:size])
+
+    def _hardly_asked(self, lane: _Lane, answer: int) -> bool:
+        """Whether the target made up a turn of almost nothing."""
+        return not lane.start.forced and 0 < answer < len(self._opening.after) + _SHORTEST_TURN
 
 
 def _top(rows: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float16]]:

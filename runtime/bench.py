@@ -150,11 +150,13 @@ def run_bench(
     options: SamplingOptions,
     tiers: Sequence[int],
     acceptance: str = "exact",
+    drafters: Sequence[str] = (),
     progress: Callable[[], None] = lambda: None,
 ) -> BenchReport:
     """Decode every prompt plainly and with each drafter and K; ``progress`` is called once for each.
 
-    Sampling without a seed takes seed 0, so that all decode the same text.
+    ``drafters`` are by default all that the bundle has. Sampling without a seed takes seed 0, so that all decode the
+    same text.
 
     Raises:
         OutriderError: nothing to compare, a K that the bundle does not serve, or a prompt that it does not take.
@@ -170,7 +172,7 @@ def run_bench(
             f"K values {list(tiers)} must be whole numbers from 1 up; plain decoding is always compared"
         )
     pipeline.check_k(max(tiers))
-    arms = plan_arms(pipeline, tiers)
+    arms = plan_arms(pipeline, tiers, drafters)
     for arm in arms:
         pipeline.check_acceptance(arm.drafter, acceptance)
     verify_cost, draft_cost, one_row = measure_costs(pipeline, tiers)
@@ -192,9 +194,9 @@ def run_bench(
     return BenchReport(arms, options, acceptance, len(prompts), one_row * 1e3, verify_cost, draft_cost)
 
 
-def plan_arms(pipeline: Pipeline, tiers: Sequence[int]) -> list[Arm]:
+def plan_arms(pipeline: Pipeline, tiers: Sequence[int], drafters: Sequence[str] = ()) -> list[Arm]:
     arms = [Arm("plain", "none", 0), Arm("plain, exact", "none", 0)]
-    for drafter in ("ngram", "model", "cascade") if pipeline.draft else ("ngram",):
+    for drafter in drafters or (("ngram", "model", "cascade") if pipeline.draft else ("ngram",)):
         arms += [Arm(f"{drafter}, K={k}", drafter, k) for k in tiers]
     return arms
 
