@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -47,12 +46,8 @@ def build(
         check_build(opened, *job)
     results = []
     for number, (role, wanted) in enumerate(jobs, start=1):
-        with options.progress_bar(100, f"{role} {wanted.arch} ({number} of {len(jobs)})") as bar:
-
-            def progress(stage: str, share: float, bar: Any = bar) -> None:
-                bar.update(max(0, int(100 * share) - bar.pos), stage)
-
-            results.append(build_engine(opened, role, wanted, progress))
+        with options.share_bar(f"{role} {wanted.arch} ({number} of {len(jobs)})") as show:
+            results.append(build_engine(opened, role, wanted, show))
     if as_json:
         records = [asdict(record) | opened.files[record.file] | {"built_now": new} for record, new in results]
         click.echo(json.dumps({"bundle": str(bundle), "engines": records}, indent=2))

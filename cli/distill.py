@@ -41,22 +41,14 @@ def distill(
     as_json: bool,
 ) -> None:
     """Make a draft model for TARGET out of the target's own text; no data set is needed."""
-    try:
+    with options.extras("cpu,export,distill"):
         from outrider.distill import DistillOptions, card_table, distill_draft
-    except ImportError as error:
-        raise OutriderError(
-            f"{error.name} is not installed; run `pip install 'outrider[cpu,export,distill]'`"
-        ) from None
 
     settings = DistillOptions(kind, minutes, tokens, steps, max_length, seed)
     texts = read_prompts(prompts) if prompts else []
-    with options.progress_bar(1000, "distill") as bar:
-
-        def progress(stage: str, share: float) -> None:
-            bar.update(int(1000 * share) - bar.pos, stage)
-
+    with options.share_bar("distill") as show:
         try:
-            report = distill_draft(target, out, settings, texts, threads=threads, resume=resume, progress=progress)
+            report = distill_draft(target, out, settings, texts, threads=threads, resume=resume, progress=show)
         except KeyboardInterrupt:
             raise OutriderError(f"interrupted; the same command with --resume goes on with {out}.work") from None
     click.echo(json.dumps(asdict(report), indent=2) if as_json else card_table(report))

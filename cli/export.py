@@ -77,11 +77,9 @@ def export(
     as_json: bool,
 ) -> None:
     """Export a target and its draft into a checked bundle."""
-    try:
+    with options.extras("cpu,export"):
         from outrider.export import ExportOptions, export_bundle
         from outrider.export.folder import interrupted
-    except ImportError as error:
-        raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[cpu,export]'`") from None
 
     settings = ExportOptions(
         precision,
@@ -96,11 +94,7 @@ def export(
         via,
     )
     start = time.perf_counter()
-    with options.progress_bar(100, "export") as bar:
-
-        def progress(stage: str, done: int, total: int) -> None:
-            bar.update(100 * done // total - bar.pos, stage)
-
+    with options.share_bar("export") as show:
         try:
             manifest = export_bundle(
                 target,
@@ -109,7 +103,7 @@ def export(
                 settings,
                 threads=threads,
                 resume=resume,
-                progress=progress,
+                progress=lambda stage, done, total: show(stage, done / total),
             )
         except KeyboardInterrupt:
             raise OutriderError(interrupted(out)) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,12 +14,14 @@ import click
 
 from outrider.cli.sampling import integers
 from outrider.cli.sampling import sampling as sampling
+from outrider.engines.errors import OutriderError
 from outrider.engines.open import PROVIDERS
 from outrider.runtime import Pipeline
 from outrider.runtime.accept import RULES
 from outrider.runtime.generate import DRAFTERS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_SHARES = 1000  # that a bar tells apart
 Load = Callable[[Path], Pipeline]
 
 
@@ -28,6 +31,26 @@ def progress_bar(length: int, label: str) -> Any:
     return click.progressbar(
         length=length, label=label, item_show_func=lambda item: item or "", file=sys.stderr, hidden=hidden
     )
+
+
+@contextmanager
+def share_bar(label: str) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar that is told what is being done, and the share of the whole that is."""
+    with progress_bar(_SHARES, label) as bar:
+
+        def show(stage: str, share: float) -> None:
+            bar.update(max(0, int(_SHARES * share) - bar.pos), stage)
+
+        yield show
+
+
+@contextmanager
+def extras(names: str) -> Iterator[None]:
+    """Imports of what only some installations have; an OutriderError says which extras bring it."""
+    try:
+        yield
+    except ImportError as error:
+        raise OutriderError(f"{error.name} is not installed; run `pip install 'outrider[{names}]'`") from None
 
 
 def standard_input() -> TextIO:

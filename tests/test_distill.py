@@ -208,7 +208,7 @@ def test_drafts_of_layers_are_what_pytorch_trained(family: str, lowering: str, t
     source = Source(str(target), tmp_path / "bundle", 64, 2)
     layers, kept = (0, 2), np.arange(1, 320, 3)
     config = layers_config(source.checkpoint.config, layers)
-    spec = layers_spec(config, source.spec, layers, kept)
+    spec = replace(layers_spec(config, source.spec, layers), draft_vocab=kept)
     tensors = layers_tensors(spec, source.spec, layers, source.checkpoint)
     tensors = {name: tensor.half().float() for name, tensor in tensors.items()}  # as they are written
     model = DraftModel(spec, tensors, source.embedding(), 32)
