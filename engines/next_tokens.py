@@ -43,18 +43,23 @@ class NextTokens:
             raise OutriderError(f"{path} names token {tokens.max()}, and the vocabulary has {vocab_size}")
         return cls(dict(zip(contexts.tolist(), tokens.tolist(), strict=True)))
 
-    def chain(self, tokens: Sequence[int], k: int) -> list[int]:
-        """Up to ``k`` tokens behind ``tokens``, each behind the one before, as far as the table knows."""
+    def chain(self, tokens: Sequence[int], k: int) -> tuple[list[int], list[int]]:
+        """Up to ``k`` tokens behind ``tokens``, each behind the one before, as far as the table knows; and by how many
+        tokens it knows each.
+        """
         found: list[int] = []
+        known: list[int] = []
         first, last = (tokens[-2] if len(tokens) > 1 else None), tokens[-1]
         while len(found) < k:
             token = None if first is None else self._following.get(pair_context(first, last))
-            token = self._following.get(last) if token is None else token
+            by_pair = token is not None
+            token = token if by_pair else self._following.get(last)
             if token is None:
                 break
             found.append(token)
+            known.append(1 + by_pair)
             first, last = last, token
-        return found
+        return found, known
 
 
 def pair_context(first: Any, second: Any) -> Any:

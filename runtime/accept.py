@@ -190,6 +190,12 @@ def acceptance_rule(name: str) -> AcceptanceRule:
     return RULES[name]()
 
 
+def agreement(drafts: Sequence[int], text: Sequence[int]) -> int:
+    """How many of the first tokens are those of the text, as far as it goes."""
+    pairs = zip(drafts, text, strict=False)
+    return next((index for index, (mine, its) in enumerate(pairs) if mine != its), min(len(drafts), len(text)))
+
+
 def likelihood_ratio(target: Distribution, draft: Distribution, token: int) -> float:
     """p(token) / q(token), which may be above 1; the token was drawn from q."""
     return target.probability(token) / draft.probability(token)

@@ -66,6 +66,7 @@ def decode(target: CachedModel, drafter: Drafter, k: int, request: Request) -> I
             # Drafts behind the end of the request do not exist, and are not counted.
             judged = len(drafts) if running else min(len(drafts), committed)
             stats.count(committed, proposed=judged, accepted=accepted)
+            drafter.learn(history, committed)
         yield from output.tokens[before:]
         if failure is not None:
             raise failure

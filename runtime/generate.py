@@ -16,11 +16,13 @@ from outrider.engines.open import Opener
 from outrider.engines.plan import BoundEngine
 from outrider.engines.probe import probe_rows
 from outrider.engines.round import DeviceRound
-from outrider.runtime.accept import acceptance_rule
+from outrider.runtime.accept import ExactRule, acceptance_rule
 from outrider.runtime.choose import Chooser
 from outrider.runtime.commit import Output
+from outrider.runtime.controller import Controller
 from outrider.runtime.decode import Request, decode
-from outrider.runtime.drafters import Drafter, NoDrafter
+from outrider.runtime.drafters import Drafter, ModelSource, NoDrafter
+from outrider.runtime.drafters.adaptive import AdaptiveDrafter, Lookups
 from outrider.runtime.drafters.cascade import CascadeDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
@@ -33,6 +35,7 @@ from outrider.runtime.sampling.options import SamplingOptions, is_int
 from outrider.runtime.sequence import CachedModel
 from outrider.runtime.stats import DecodeStats
 from outrider.runtime.text import Message, StoppingStream, TextCodec
+from outrider.runtime.tuning import Tuning, read_tuning, tune
 
 DRAFTERS = ("model", "ngram", "cascade", "none")
 _WITH_MODEL = ("model", "cascade")
@@ -60,10 +63,12 @@ class Pipeline:
         self.target = CachedModel(target, min_rows)
         self.draft = CachedModel(draft, 1) if draft else None  # its bits decide no text
         self._rounds: dict[int, DeviceRound] = {}
-        self._drafters: dict[str, Drafter] = {"ngram": self._ngram_drafter(), "none": NoDrafter()}
-        if self.draft is not None:
-            self._drafters["model"] = self._model_drafter(self.draft)
-            self._drafters["cascade"] = CascadeDrafter(NgramDrafter(), self._drafters["model"])
+        next_tokens = self._next_tokens()
+        self.lookups = Lookups(next_tokens)
+        self._ngram_drafter = NgramDrafter(next_tokens)
+        self.model_drafter = self._model_drafter(self.draft) if self.draft else None
+        self._tuning: Tuning | None = None
+        self._controller: Controller | None = None
         self._grammars: GrammarCompiler | None = None
         self.lock = Lock()  # a round at a time, whatever thread it is for
         self.owner: Generation | None = None
@@ -123,8 +128,8 @@ class Pipeline:
         Args:
             prompt: a text as it is, or chat messages (``role``, ``content``) for the chat template.
             options: what decides the text; greedy by default.
-            k: draft tokens a round, 0 for plain decoding; by default the middle tier of the bundle.
-            drafter: ``model``, ``ngram`` or ``none``; by default the draft model where there is one.
+            k: draft tokens a round, 0 for plain decoding; by default chosen in each round (``controller.py``).
+            drafter: one of ``DRAFTERS``; by default ``cascade`` where there is a draft model, else ``ngram``.
             acceptance: ``exact`` gives plain decoding's own text; see ``accept.py`` for the other rules.
             changes: options by name, as in ``temperature=0.8``; they win over ``options``.
 
@@ -163,29 +168,65 @@ class Pipeline:
         chooser = Chooser(options, history, seed, vocab_size)
         return Request(history, chooser, acceptance_rule(acceptance), output, DecodeStats(len(prompt)))
 
-    def decode(self, request: Request, drafter: str, k: int, *, exact: bool = True) -> Iterator[int]:
+    def decode(
+        self,
+        request: Request,
+        drafter: str,
+        k: int | None,
+        *,
+        exact: bool = True,
+        controller: Controller | None = None,
+    ) -> Iterator[int]:
         """The tokens of a request as they are committed; what the device can decide is decided there.
 
         Nothing is touched before the first token is asked for.
 
         Args:
             drafter: one of ``DRAFTERS``.
+            k: None to have it chosen in each round, and who drafts among what ``drafter`` may ask.
             exact: False for passes at their fastest, whatever their bits.
+            controller: chooses in place of the pipeline's own.
         """
-        target = self.target
+        target, model = self.target, self.model_drafter
         if not exact:
             target = CachedModel(self.target_engine, 1, exact=False)
             target.tokens = self.target.tokens  # one cache, one list
         heads = self.target_engine.heads
-        if heads is None or not can_stay(request.chooser, request.rule):
-            yield from decode(target, self.drafter(drafter), k, request)
-            return
-        law = ResidentLaw(heads, request.chooser)
-        if drafter == "model" and k and self.draft is not None and self.draft.engine.heads is heads:
-            pair = ResidentPair(target, self.draft, law, self.device_round(k))
-            yield from decode(pair.target, pair, k, request)
+        if heads is not None and can_stay(request.chooser, request.rule):
+            law = ResidentLaw(heads, request.chooser)
+            if drafter in _WITH_MODEL and k != 0 and self.draft is not None and self.draft.engine.heads is heads:
+                model = ResidentPair(target, self.draft, law, lambda room: self.device_round(room if k is None else k))
+                target = model.target
+            else:
+                target = ResidentModel(target, law)
+        if k is None:
+            chosen = self._adaptive_drafter(drafter, model, request, controller or self.controller)
+            yield from decode(target, chosen, max(self.tiers), request)
         else:
-            yield from decode(ResidentModel(target, law), self.drafter(drafter), k, request)
+            yield from decode(target, self._drafter(drafter, model), k, request)
+
+    @property
+    def tuning(self) -> Tuning:
+        """What passes cost here: as ``outrider tune`` found, or measured in short when first asked for."""
+        if self._tuning is None:
+            found = read_tuning(self)
+            self._tuning = found if isinstance(found, Tuning) else tune(self, short=True, reason=found)
+        return self._tuning
+
+    @property
+    def controller(self) -> Controller:
+        """It chooses K for all requests, and learns from them."""
+        if self._controller is None:
+            self._controller = Controller(self.tuning.costs, self.tuning.priors)
+        return self._controller
+
+    @property
+    def default_drafter(self) -> str:
+        return "cascade" if self.draft else "ngram"
+
+    def drafts_freely(self, request: Request) -> bool:
+        """Whether a controller may see each token of the draft model before it chooses; see ``AdaptiveDrafter``."""
+        return isinstance(request.rule, ExactRule) and self.target_engine.heads is None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a prompt.
@@ -221,17 +262,12 @@ class Pipeline:
                 "another tokenizer; use --acceptance exact, or --drafter ngram"
             )
 
-    def drafter(self, name: str) -> Drafter:
-        """The drafter called ``name`` (one of ``DRAFTERS``).
-
-        Raises:
-            OutriderError: there is no such drafter, or this bundle has no draft model.
-        """
+    def check_drafter(self, name: str) -> None:
+        """Raises OutriderError when there is no such drafter, or this bundle has no draft model."""
         if name not in DRAFTERS:
             raise OutriderError(f"unknown drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
-        if name not in self._drafters:
+        if name in _WITH_MODEL and self.draft is None:
             raise OutriderError("this bundle has no draft model; use --drafter ngram, or export with --draft PATH")
-        return self._drafters[name]
 
     def clear_caches(self) -> None:
         """Forget what the caches hold: the next request begins with its whole prompt."""
@@ -242,22 +278,42 @@ class Pipeline:
                     model.rollback(0)
 
     def _speculation(self, drafter: str | None, k: int | None, acceptance: str) -> Speculation:
-        tiers = self.tiers
-        name = ("model" if self.draft else "ngram") if drafter is None else drafter
-        self.drafter(name)
-        k = tiers[len(tiers) // 2] if k is None else k
-        self.check_k(k)
+        name = self.default_drafter if drafter is None else drafter
+        self.check_drafter(name)
+        if k is not None:
+            self.check_k(k)
         if k == 0 or name == "none":
             return Speculation("none", 0, acceptance)
         self.check_acceptance(name, acceptance)
         return Speculation(name, k, acceptance, translated=name in _WITH_MODEL and self.manifest.translated)
 
-    def _ngram_drafter(self) -> NgramDrafter:
+    def _next_tokens(self) -> NextTokens | None:
         if NEXT_TOKENS not in self.bundle.files:
-            return NgramDrafter()
-        return NgramDrafter(NextTokens.load(self.bundle.path(NEXT_TOKENS), self.manifest.target.vocab_size))
+            return None
+        return NextTokens.load(self.bundle.path(NEXT_TOKENS), self.manifest.target.vocab_size)
 
-    def _model_drafter(self, draft: CachedModel) -> Drafter:
+    def _drafter(self, name: str, model: ModelSource | None) -> Drafter:
+        """A drafter by name, over ``model`` in this request."""
+        if name == "none":
+            return NoDrafter()
+        if name == "ngram":
+            return self._ngram_drafter
+        assert model is not None, name
+        return model if name == "model" else CascadeDrafter(NgramDrafter(), model)
+
+    def _adaptive_drafter(
+        self, name: str, model: ModelSource | None, request: Request, controller: Controller
+    ) -> Drafter:
+        """Chooses among what the drafter ``name`` may ask, and the table of next tokens with ``cascade``."""
+        return AdaptiveDrafter(
+            controller,
+            self.lookups if name in ("ngram", "cascade") else None,
+            model if name in _WITH_MODEL else None,
+            free=self.drafts_freely(request),
+            stats=request.stats,
+        )
+
+    def _model_drafter(self, draft: CachedModel) -> ModelSource:
         if not self.manifest.translated:
             return ModelDrafter(draft)
         return TranslatedDrafter(draft, self.codec, TextCodec(self.bundle, draft.engine.info.tokenizer))

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a request is sped up: who drafts, K, the acceptance rule, and whether drafts come from another vocabulary."""
+    """How a request is sped up: who drafts, K (None where it is chosen in each round), the acceptance rule, and whether
+    drafts come from another vocabulary.
+    """
 
     drafter: str
-    k: int
+    k: int | None
     acceptance: str
     translated: bool = False
 
@@ -42,7 +44,7 @@ class GenerationResult:
     finish_reason: str
     seed: int | None
     drafter: str
-    k: int
+    k: int | None
     acceptance: str
     translated: bool
     exactness: str

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from outrider.engines.engine import NO_CUTOFF, HeadInputs, Plan
 from outrider.engines.round import DeviceRound
-from outrider.runtime.accept import AcceptanceRule, Draft, ExactRule
+from outrider.runtime.accept import AcceptanceRule, Draft, ExactRule, agreement
 from outrider.runtime.choose import Chooser, Logits, Row
-from outrider.runtime.drafters import Draw
+from outrider.runtime.drafters import Draw, ModelSource
 from outrider.runtime.sampling.filters import LARGEST_TEMPERATURE
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sampling.noise import log_uniforms, stream_key
@@ -105,22 +105,25 @@ class ResidentModel(CachedModel):
         self.seconds += perf_counter() - start
 
 
-class ResidentPair:
+class ResidentPair(ModelSource):
     """A drafter whose proposals come with the target's verdict: a whole round in one launch, read in one copy.
 
     ``propose`` runs the round, and ``target.extend``, asked for that very pass, has its rows already.
 
     Args:
-        device_round: over the engines of the two models; its K is the most that is proposed.
+        rounds: a round over the engines of the two models that drafts at least so many tokens.
     """
 
-    def __init__(self, target: CachedModel, draft: CachedModel, law: ResidentLaw, device_round: DeviceRound) -> None:
+    def __init__(
+        self, target: CachedModel, draft: CachedModel, law: ResidentLaw, rounds: Callable[[int], DeviceRound]
+    ) -> None:
         self.target = _VerifiedModel(target, law)
         self._draft = ResidentModel(draft, law)
         self._law = law
-        self._round = device_round
+        self._rounds = rounds
         self._agreed = 0
-        self._device_state: tuple[int, list[int]] | None = None  # what the device goes on from by itself
+        # What a round goes on from by itself.
+        self._device_state: tuple[DeviceRound, int, list[int]] | None = None
         self._steps = 0
 
     @property
@@ -136,31 +139,38 @@ class ResidentPair:
         self._agreed = 0
         self._device_state = None
 
+    def lacking(self, history: History) -> int:
+        self._draft.keep(history.tokens, self._agreed)
+        self._agreed = self._draft.length
+        return len(history) - self._draft.length
+
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
-        tokens, length, draft, size = history.tokens, len(history), self._draft, self._round.k
+        tokens, length, draft = history.tokens, len(history), self._draft
         room = draft.max_length + 1 - length  # what is drafted past its own context is worth nothing
         if length < 2 or room < 1:
             return []
+        device_round = self._rounds(k)
+        size = device_round.k
         draft.keep(tokens, self._agreed)
         if draft.length < length - 2:
             draft.extend(tokens[draft.length : length - 2], 1)
         self._law.prepare(length, length + size + 1)
-        if self._device_state != (length, tokens[-2:]):
-            self._round.set_state(tokens[-2:], length)
+        if self._device_state != (device_round, length, tokens[-2:]):
+            device_round.set_state(tokens[-2:], length)
         target = self.target
         with target.timed():
-            self._round.launch()
+            device_round.launch()
         # While the device works: where the text stands then is not known, but its next positions are.
         self._law.prepare(length + size + 1, length + 2 * size + 2)
         with target.timed():
-            result = self._round.read()
+            result = device_round.read()
         self._steps += size
         draft.tokens[length - 2 :] = [*tokens[-2:], *result.drafts[:-1]]
         self._agreed = length
-        accepted = _agreement(result.drafts, result.choices)
+        accepted = agreement(result.drafts, result.choices)
         tail = [tokens[-1], *result.choices[: accepted + 1]][-2:]
-        self._device_state = (length + accepted + 1, tail)
-        rows = self._law.rows(result.choices, result.near, self._round.logits)
+        self._device_state = (device_round, length + accepted + 1, tail)
+        rows = self._law.rows(result.choices, result.near, device_round.logits)
         target.verified = (length - 1, [tokens[-1], *result.drafts], rows)
         drafts = result.drafts[: min(k, room)]
         ends = (i for i, token in enumerate(drafts, start=1) if token in history.end_token_ids)
@@ -179,8 +189,3 @@ class _VerifiedModel(ResidentModel):
         self.tokens += tokens
         self.passes += 1
         return verified[2][: len(tokens)]
-
-
-def _agreement(drafts: Sequence[int], choices: Sequence[int]) -> int:
-    """How many drafts stand."""
-    return next((i for i, draft in enumerate(drafts) if draft != choices[i]), len(drafts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any, Protocol
@@ -25,6 +25,30 @@ class Worker(Timed, Protocol):
 
 
 @dataclass
+class SourceStats:
+    """Rounds in which a controller chose one source of drafts: how many with each K, and what it expected of them.
+
+    ``expected_tokens`` and ``expected_seconds`` are sums over the rounds, as ``tokens`` is of what they committed.
+    """
+
+    rounds_by_k: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+    expected_tokens: float = 0.0
+    expected_seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.rounds_by_k.values())
+
+    def add(self, other: SourceStats) -> None:
+        for k, rounds in other.rounds_by_k.items():
+            self.rounds_by_k[k] = self.rounds_by_k.get(k, 0) + rounds
+        self.tokens += other.tokens
+        self.expected_tokens += other.expected_tokens
+        self.expected_seconds += other.expected_seconds
+
+
+@dataclass
 class DecodeStats:
     """Counters and seconds of one request, or of several added up.
 
@@ -32,7 +56,7 @@ class DecodeStats:
     ``num_spec_steps`` are rounds, those with nothing drafted included; ``acceptance_histogram[a]`` counts the rounds in
     which a draft tokens were accepted. ``num_cached_tokens`` are prompt tokens that were in the cache already. The
     draft model's own prefill is part of the first round: it is a cost of speculation. ``choose_seconds`` is time of
-    rounds spent on choosing, for drafts too.
+    rounds spent on choosing, for drafts too. ``sources`` says what a controller chose, by source of drafts.
     """
 
     num_prompt_tokens: int = 0
@@ -49,6 +73,7 @@ class DecodeStats:
     draft_seconds: float = 0.0
     choose_seconds: float = 0.0
     draft_steps: int = 0
+    sources: dict[str, SourceStats] = field(default_factory=dict)
 
     def prefill(self, seconds: float, cached: int) -> None:
         self.prefill_seconds += seconds
@@ -75,11 +100,18 @@ class DecodeStats:
         self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[accepted] += 1
 
+    def chose(self, source: str, k: int, expected_tokens: float, expected_seconds: float, tokens: int) -> None:
+        """A round of a controller's choosing, and what it committed."""
+        one = SourceStats({k: 1}, tokens, expected_tokens, expected_seconds)
+        self.sources.setdefault(source, SourceStats()).add(one)
+
     def add(self, other: DecodeStats) -> None:
         """Sum another request's counters and seconds into these."""
         for name, value in vars(other).items():
-            if name != "acceptance_histogram":
+            if isinstance(value, (int, float)):
                 setattr(self, name, getattr(self, name) + value)
+        for source, stats in other.sources.items():
+            self.sources.setdefault(source, SourceStats()).add(stats)
         pairs = zip_longest(self.acceptance_histogram, other.acceptance_histogram, fillvalue=0)
         self.acceptance_histogram = [mine + theirs for mine, theirs in pairs]
 
@@ -110,7 +142,7 @@ class DecodeStats:
         return 1e6 * self.choose_seconds / self.num_spec_steps if self.num_spec_steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {
+        return asdict(self) | {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "tokens_per_second": self.tokens_per_second,

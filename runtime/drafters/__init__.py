@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from outrider.runtime.accept import Draft
 from outrider.runtime.choose import Row
@@ -13,32 +13,40 @@ from outrider.runtime.sampling.history import History
 Draw = Callable[[Row], Draft]
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """``passes`` and ``seconds`` count the engine work behind the proposals: 0 for a drafter without a model."""
 
     @property
-    def passes(self) -> int: ...
+    def passes(self) -> int:
+        return 0
 
     @property
-    def seconds(self) -> float: ...
+    def seconds(self) -> float:
+        return 0.0
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027  # most have nothing to forget
         """A new request: the history of the next call is another one."""
-        ...
 
+    @abstractmethod
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
         """Up to ``k`` >= 1 tokens that may follow ``history``, which is as it was when the call returns."""
         ...
 
+    def learn(self, history: History, committed: int) -> None:  # noqa: B027  # most draft as before
+        """What became of the round: the last ``committed`` tokens of ``history``."""
 
-class NoDrafter:
+
+class ModelSource(Drafter):
+    """A drafter with a model, whose cache may lack tokens."""
+
+    @abstractmethod
+    def lacking(self, history: History) -> int:
+        """How many tokens of ``history`` the next proposal has to append."""
+        ...
+
+
+class NoDrafter(Drafter):
     """Plain decoding."""
-
-    passes = 0
-    seconds = 0.0
-
-    def begin(self) -> None:
-        pass
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
         return []

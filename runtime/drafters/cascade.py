@@ -10,7 +10,7 @@ from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.sampling.history import History
 
 
-class CascadeDrafter:
+class CascadeDrafter(Drafter):
     """See ``drafters.Drafter``. The model catches up in one pass with the rounds that it was not asked in.
 
     Args:

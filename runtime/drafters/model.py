@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from itertools import islice
 
 import numpy as np
 
 from outrider.engines.errors import OutriderError
 from outrider.runtime.accept import Draft
-from outrider.runtime.drafters import Draw
+from outrider.runtime.choose import Row
+from outrider.runtime.drafters import Draw, ModelSource
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sequence import CachedModel
 
 
-class DraftModel:
+class DraftModel(ModelSource):
     """What drafters with a model have in common; ``_agreed`` cached tokens are known to be those of the text."""
 
     def __init__(self, model: CachedModel) -> None:
@@ -40,20 +43,36 @@ class ModelDrafter(DraftModel):
     """See ``drafters.Drafter``. It stops early where nothing could stand: behind an end, and past its own context."""
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
+        with closing(self.steps(history, draw)) as steps:
+            return [draft for draft, _ in islice(steps, k)]
+
+    def lacking(self, history: History) -> int:
+        self._keep(history)
+        return len(history) - self._model.length
+
+    def steps(self, history: History, draw: Draw) -> Generator[tuple[Draft, Row], None, None]:
+        """Drafts one after the other, each with the row of logits that it was drawn from, valid until the next.
+
+        They are in ``history`` until the iterator is closed.
+        """
         start = len(history)
+        self._keep(history)
+        try:
+            while len(history) <= self._model.max_length and not history.ended():
+                # What the cache lacks: the last token, and after a fully accepted round the last draft before it.
+                logits = self._model.extend(history.tokens[self._model.length :], 1)[0]
+                try:
+                    draft = draw(logits)
+                    history.push(draft.token)
+                except Exception as error:
+                    if not np.isfinite(logits).all():
+                        raise no_numbers() from error
+                    return  # masks or a processor fail behind a draft: where the text gets there, the choice fails
+                yield draft, logits
+        finally:
+            history.rollback(start)
+            self._agreed = min(start, self._model.length)
+
+    def _keep(self, history: History) -> None:
         self._model.keep(history.tokens, self._agreed)
-        drafts: list[Draft] = []
-        while len(drafts) < k and len(history) <= self._model.max_length and not history.ended():
-            # What the cache lacks: the last token, and after a fully accepted round the last draft before it.
-            logits = self._model.extend(history.tokens[self._model.length :], 1)[0]
-            try:
-                draft = draw(logits)
-                history.push(draft.token)
-            except Exception as error:
-                if not np.isfinite(logits).all():
-                    raise no_numbers() from error
-                break  # masks or a processor fail behind a draft: where the text gets there, the target's choice fails
-            drafts.append(draft)
-        history.rollback(start)
-        self._agreed = min(start, self._model.length)
-        return drafts
+        self._agreed = self._model.length

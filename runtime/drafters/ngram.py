@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from outrider.engines.next_tokens import NextTokens
 from outrider.runtime.accept import Draft
-from outrider.runtime.drafters import Draw
+from outrider.runtime.drafters import Drafter, Draw
 from outrider.runtime.sampling.history import History
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2
+LONGEST_MATCH = 10  # more agreement tells nothing more
 
 
-class NgramDrafter:
+class Match(NamedTuple):
+    """What followed an earlier occurrence begins at ``start``; the ``size`` tokens before it agree with the last."""
+
+    start: int
+    size: int
+
+
+class NgramDrafter(Drafter):
     """See ``drafters.Drafter``. The longest match wins, and of equal ones the latest.
 
     The index grows by a few entries a token and a lookup reads one entry a length, so that a round costs the same at
@@ -22,9 +31,6 @@ class NgramDrafter:
     Args:
         next_tokens: what is proposed where nothing matches.
     """
-
-    passes = 0
-    seconds = 0.0
 
     def __init__(self, next_tokens: NextTokens | None = None) -> None:
         self._next_tokens = next_tokens
@@ -40,12 +46,22 @@ class NgramDrafter:
 
     def look_up(self, tokens: Sequence[int], k: int) -> list[int]:
         """``k`` tokens that followed the last ones before, or none. The same list is to grow from call to call."""
+        match = self.match(tokens)
+        if match is not None:
+            return copied(tokens, match.start, k)
+        return self._next_tokens.chain(tokens, k)[0] if self._next_tokens else []
+
+    def match(self, tokens: Sequence[int]) -> Match | None:
+        """Where the last tokens occurred before. The same list is to grow from call to call."""
         self._index(tokens)
         for size in range(min(MAX_NGRAM, len(tokens)), MIN_NGRAM - 1, -1):
             start = self._follower.get(tuple(tokens[-size:]))
             if start is not None:
-                return _copy(tokens, start, k)
-        return self._next_tokens.chain(tokens, k) if self._next_tokens else []
+                longest = min(LONGEST_MATCH, start)
+                while size < longest and tokens[start - size - 1] == tokens[-size - 1]:
+                    size += 1
+                return Match(start, size)
+        return None
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Note for each token not yet seen which n-grams it follows; the last n-gram has no follower yet."""
@@ -55,10 +71,10 @@ class NgramDrafter:
         self._indexed = len(tokens)
 
 
-def _copy(tokens: Sequence[int], start: int, k: int) -> list[int]:
+def copied(tokens: Sequence[int], start: int, k: int) -> list[int]:
     """``k`` tokens from ``start`` on; a match that reaches the end goes on into its own copy, as in a repetition."""
-    copied = list(tokens[start : start + k])
+    copy = list(tokens[start : start + k])
     period = len(tokens) - start
-    while len(copied) < k:
-        copied.append(copied[len(copied) - period])
-    return copied
+    while len(copy) < k:
+        copy.append(copy[len(copy) - period])
+    return copy

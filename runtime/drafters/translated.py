@@ -29,14 +29,20 @@ class TranslatedDrafter(DraftModel):
         self._translation = Translation(target, draft)
         super().__init__(model)
 
+    def lacking(self, history: History) -> int:
+        """In tokens of the target."""
+        return len(history) - self._followed
+
     def begin(self) -> None:
         super().begin()
         self._translation.begin()
+        self._followed = 0  # the target's tokens
         self._drafted = self._translated = 1  # tokens of this request in either vocabulary
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
         model, translation = self._model, self._translation
         ids = translation.follow(history.tokens)
+        self._followed = len(history)
         if not ids:  # no text yet, and a tokenizer without a first token
             return []
         model.keep(ids, self._agreed)

@@ -1,0 +1,263 @@
+"""Who drafts, and how many tokens: the choice of each round, from numbers alone.
+
+A round with K drafts takes ``t(K)`` seconds and commits ``1 + p_1 + .. + p_K`` tokens, p_i being the probability that
+the first i drafts stand. With ``rate`` the tokens per second that decoding has reached of late, the round to choose is
+the one with the largest ``tokens - rate * seconds``: that maximizes tokens per second over many rounds (the renewal
+reward theorem), where the largest ``tokens / seconds`` of each round by itself does not.
+
+Nothing here knows of models or clocks, so that recorded rounds can be replayed (``trace.py``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from outrider.runtime.costs import Costs
+
+LOOKUP, TABLE, MODEL, BLOCK = "lookup", "table", "model", "block"
+SOURCES = (LOOKUP, TABLE, MODEL, BLOCK)
+# Evidence for a draft token, and where its classes begin: how many tokens before it agree with those before the one it
+# copies; how many tokens the table knows it by; its probability in the draft model; its place, where that is unknown.
+EDGES: dict[str, tuple[float, ...]] = {
+    LOOKUP: (3, 4, 6, 10),
+    TABLE: (2,),
+    MODEL: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97),
+    BLOCK: (2, 3, 5),
+}
+# (accepted, judged) drafts by class. These are for bundles that were never tuned.
+Priors = Mapping[str, Sequence[tuple[float, float]]]
+DEFAULT_PRIORS: Priors = {
+    LOOKUP: [(12, 20), (14, 20), (15, 20), (16, 20), (18, 20)],
+    TABLE: [(12, 20), (13, 20)],
+    MODEL: [(1, 20), (4, 20), (5, 20), (8, 20), (9, 20), (11, 20), (12, 20), (15, 20), (18, 20), (18, 20), (19, 20)],
+    BLOCK: [(9, 20), (9, 20), (9, 20), (9, 20)],
+}
+
+_TRUST = 2.0  # expected acceptances that a prior counts for,
+_MEMORY = 0.97  # what is left of a count with each draft token judged after it,
+_CARRIED = 8.0  # and how many of them the next request still hears of
+_RATE_MEMORY = 0.95  # a round
+_SHARE_MEMORY = 0.98  # a draft token
+_HORIZON = 16  # rounds that pay for the draft model's catching up
+_PROBING = 0.01  # share of the time that is spent on finding out whether the model pays again
+_HOPELESS = 0.02  # probability of a chain of drafts that is not made longer
+
+
+def classify(source: str, evidence: float) -> int:
+    """The class of a token."""
+    return bisect_right(EDGES[source], evidence)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``source`` is None for plain decoding; ``tokens`` and ``seconds`` are what the round is expected to bring and
+    take, ``drafted`` the draft tokens that the model was asked for.
+    """
+
+    source: str | None
+    k: int
+    tokens: float
+    seconds: float
+    drafted: int = 0
+
+
+class Drafting(NamedTuple):
+    """Seconds of a model's first draft step, with the catching up, and of each one more; and how much of the first
+    later rounds pay for.
+    """
+
+    first: float
+    step: float
+    invested: float
+
+
+NO_DRAFTING = Drafting(0.0, 0.0, 0.0)
+
+
+@dataclass
+class Acceptance:
+    """How often the drafts of a source stand: measured ahead by class, corrected by what this text shows."""
+
+    source: str
+    prior: Sequence[tuple[float, float]]
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._base = [(accepted + 1) / (judged + 2) for accepted, judged in self.prior]
+        total = sum(judged for _, judged in self.prior)
+        even = 1 / len(self.prior)
+        self.shares = [(judged / total if total else even) for _, judged in self.prior]  # of tokens by class
+
+    def chance(self, evidence: float) -> float:
+        """The probability that a token stands when all before it do."""
+        return self._corrected(self._base[classify(self.source, evidence)])
+
+    def by_class(self) -> list[float]:
+        return [self._corrected(base) for base in self._base]
+
+    def seen(self, evidence: float) -> None:
+        """A token of the model, whatever becomes of it."""
+        index = classify(self.source, evidence)
+        self.shares = [share * _SHARE_MEMORY for share in self.shares]
+        self.shares[index] += 1 - _SHARE_MEMORY
+
+    def judge(self, evidence: Sequence[float], accepted: int, refused: bool) -> None:
+        """The first tokens stood; the next one was refused, or nothing is known of it."""
+        for index, known in enumerate(evidence[: accepted + refused]):
+            self.expected = self.expected * _MEMORY + self._base[classify(self.source, known)]
+            self.accepted = self.accepted * _MEMORY + (index < accepted)
+
+    def carry(self) -> None:
+        """Into another request, which may be of another kind."""
+        kept = min(1.0, _CARRIED / self.expected) if self.expected else 0.0
+        self.accepted *= kept
+        self.expected *= kept
+
+    def _corrected(self, base: float) -> float:
+        return min(0.99, base * (_TRUST + self.accepted) / (_TRUST + self.expected))
+
+
+@dataclass
+class Controller:
+    """The state of numbers behind the choices of one pipeline; ``begin`` starts a request."""
+
+    costs: Costs
+    priors: Priors = field(default_factory=lambda: DEFAULT_PRIORS)
+
+    def __post_init__(self) -> None:
+        self.acceptance = {source: Acceptance(source, self.priors[source]) for source in SOURCES}
+        self._tokens = self._seconds = 0.0
+        self._elapsed = self._probed = 0.0
+
+    def begin(self) -> None:
+        for acceptance in self.acceptance.values():
+            acceptance.carry()
+        self._tokens = self._seconds = 0.0
+
+    def choose(
+        self,
+        length: int,
+        room: int,
+        offers: Mapping[str, Sequence[float]],
+        steps: Iterator[float] | None = None,
+        lacking: int = 0,
+    ) -> Choice:
+        """The round to run.
+
+        Args:
+            length: tokens in the target's cache.
+            room: the most drafts that fit the request, 0 where nothing can be drafted.
+            offers: evidence for the tokens of each source that can propose at once. Those of ``BLOCK`` are a draft
+                model's that are not drawn yet.
+            steps: draws a token of the draft model and gives its evidence, one at a time, as far as it goes; None where
+                the model is not asked step by step.
+            lacking: tokens that the draft model's cache lacks.
+        """
+        rounds = self.costs.rounds(length)
+        room = min(room, self.costs.largest_k)
+        best = Choice(None, 0, 1.0, rounds[0])
+        for source, evidence in offers.items():
+            drafting = self._drafting(length, lacking, room) if source == BLOCK else NO_DRAFTING
+            best = self._better(best, source, evidence[:room], rounds, drafting)
+        if steps is not None and room:
+            best = self._with_model(best, rounds, room, steps, self._drafting(length, lacking, room))
+        elif BLOCK in offers and room and best.source != BLOCK:
+            probe = rounds[1] - rounds[0] + self.costs.draft_pass(lacking, length)
+            if self._may_probe(probe):
+                best = Choice(BLOCK, 1, 1 + self.acceptance[BLOCK].chance(1), rounds[0] + probe, 1)
+        return best
+
+    def learn(self, choice: Choice, committed: int, judged: Mapping[str, tuple[Sequence[float], int, bool]]) -> None:
+        """What became of a round.
+
+        Args:
+            judged: by source the evidence for its tokens, how many of them the text went on with, and whether it went
+                on otherwise behind them; also of proposals that were not verified.
+        """
+        for source, (evidence, accepted, refused) in judged.items():
+            self.acceptance[source].judge(evidence, accepted, refused)
+        self._tokens = self._tokens * _RATE_MEMORY + committed
+        self._seconds = self._seconds * _RATE_MEMORY + choice.seconds
+        self._elapsed += choice.seconds
+
+    def _rate(self, plain: float) -> float:
+        """Tokens per second of late, with a plain round before the first; never below plain decoding's."""
+        return max(1 / plain, (1 + self._tokens) / (plain + self._seconds))
+
+    def _better(
+        self,
+        best: Choice,
+        source: str,
+        evidence: Sequence[float],
+        rounds: Sequence[float],
+        drafting: Drafting = NO_DRAFTING,
+    ) -> Choice:
+        """``best``, or the first so many tokens of ``evidence`` where that is worth more."""
+        rate = self._rate(rounds[0])
+        worth = best.tokens - rate * best.seconds
+        tokens = 1.0
+        for k, standing in enumerate(accumulate(map(self.acceptance[source].chance, evidence), mul), start=1):
+            tokens += standing
+            seconds = rounds[k] + drafting.first + drafting.step * (k - 1)
+            if tokens - rate * (seconds - drafting.invested) > worth:
+                worth = tokens - rate * (seconds - drafting.invested)
+                best = Choice(source, k, tokens, seconds, k if drafting.step else 0)
+        return best
+
+    def _drafting(self, length: int, lacking: int, room: int) -> Drafting:
+        first, step = self.costs.draft_pass(lacking, length), self.costs.draft_pass(1, length)
+        rounds = _HORIZON if room == self.costs.largest_k else room  # the request ends within the room
+        caught_up = self.costs.draft_pass(min(lacking, 2), length)
+        return Drafting(first, step, max(0.0, first - caught_up) * (1 - 1 / max(1, rounds)))
+
+    def _may_probe(self, seconds: float) -> bool:
+        """Whether the share of time for probing pays for these; if so, they are spent."""
+        if self._probed + seconds > _PROBING * self._elapsed:
+            return False
+        self._probed += seconds
+        return True
+
+    def _with_model(
+        self,
+        best: Choice,
+        rounds: Sequence[float],
+        room: int,
+        steps: Iterator[float],
+        drafting: Drafting,
+    ) -> Choice:
+        """Draft as long as the next token is likely worth its step, then verify what is worth its row."""
+        rate = self._rate(rounds[0])
+        acceptance = self.acceptance[MODEL]
+        evidence: list[float] = []
+        standing, tokens, spent = 1.0, 1.0, 0.0
+        while len(evidence) < room:
+            k = len(evidence)
+            step = drafting.step if k else drafting.first
+            charged = step - (0.0 if k else drafting.invested)
+            # Worth over verifying what there is, by the class that the next token may be of.
+            here = max(best.tokens - rate * best.seconds, tokens - rate * rounds[k])
+            verified = tokens - rate * rounds[k + 1]
+            classes = zip(acceptance.shares, acceptance.by_class(), strict=True)
+            gain = sum(share * max(0.0, verified + standing * chance - here) for share, chance in classes)
+            if gain < rate * charged and (k or not self._may_probe(step)):
+                break
+            known = next(steps, None)
+            if known is None:
+                break
+            spent += step
+            acceptance.seen(known)
+            evidence.append(known)
+            standing *= acceptance.chance(known)
+            tokens += standing
+            if standing < _HOPELESS:
+                break
+        chosen = self._better(best, MODEL, evidence, rounds)
+        if not evidence:
+            return chosen
+        return Choice(chosen.source, chosen.k, chosen.tokens, chosen.seconds + spent, len(evidence))

@@ -1,0 +1,145 @@
+"""The drafter whose controller chooses, round by round, who drafts and how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.engines.next_tokens import NextTokens
+from outrider.runtime.accept import Draft, agreement
+from outrider.runtime.choose import Row
+from outrider.runtime.controller import BLOCK, LOOKUP, MODEL, TABLE, Choice, Controller
+from outrider.runtime.drafters import Drafter, Draw, ModelSource
+from outrider.runtime.drafters.model import ModelDrafter
+from outrider.runtime.drafters.ngram import NgramDrafter, copied
+from outrider.runtime.sampling.history import History
+from outrider.runtime.stats import DecodeStats
+
+
+class Proposal(NamedTuple):
+    """Tokens, and for each the evidence that the controller judges it by."""
+
+    tokens: Sequence[int]
+    evidence: Sequence[float]
+
+
+class Lookups:
+    """What can be proposed at no cost: from the text so far, and from a table of what mostly follows."""
+
+    def __init__(self, table: NextTokens | None) -> None:
+        self._table = table
+        self._text = NgramDrafter()
+
+    def begin(self) -> None:
+        self._text.begin()
+
+    def propose(self, tokens: Sequence[int], k: int) -> dict[str, Proposal]:
+        found: dict[str, Proposal] = {}
+        match = self._text.match(tokens)
+        if match is not None:
+            # Where the first tokens stand, the next ones follow a longer agreement.
+            found[LOOKUP] = Proposal(copied(tokens, match.start, k), range(match.size, match.size + k))
+        if self._table is not None:
+            chain, known = self._table.chain(tokens, k)
+            if chain:
+                found[TABLE] = Proposal(chain, known)
+        return found
+
+
+class AdaptiveDrafter(Drafter):
+    """See ``drafters.Drafter``; for one request.
+
+    Args:
+        lookups: None to ask the model alone.
+        model: None to do without.
+        free: whether any part of what was drafted may be verified. Under rules that judge drafts by the law that they
+            were drawn from, leaving a token out because of what it is would change the law of the text: there K is
+            chosen before the model draws.
+        stats: told what was chosen.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        lookups: Lookups | None,
+        model: ModelSource | None,
+        *,
+        free: bool,
+        stats: DecodeStats,
+    ) -> None:
+        self._controller = controller
+        self._lookups = lookups
+        self._model = model
+        self._steps = model if free and isinstance(model, ModelDrafter) else None
+        self._stats = stats
+        self._choice: Choice | None = None
+        self._proposals: Mapping[str, Proposal] = {}
+
+    @property
+    def passes(self) -> int:
+        return self._model.passes if self._model else 0
+
+    @property
+    def seconds(self) -> float:
+        return self._model.seconds if self._model else 0.0
+
+    def begin(self) -> None:
+        self._controller.begin()
+        for source in (self._lookups, self._model):
+            if source is not None:
+                source.begin()
+
+    def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
+        proposals = self._lookups.propose(history.tokens, k) if self._lookups else {}
+        offers: dict[str, Sequence[float]] = {source: proposal.evidence for source, proposal in proposals.items()}
+        lacking = self._model.lacking(history) if self._model else 0
+        choose, length = self._controller.choose, len(history) - 1
+        drafts: Sequence[Draft] = []
+        if self._steps is not None:
+            drawn: list[Draft] = []
+            evidence: list[float] = []
+            with closing(self._steps.steps(history, draw)) as steps:
+                choice = choose(length, k, offers, _drawn(steps, drawn, evidence), lacking)
+            proposals[MODEL] = Proposal([draft.token for draft in drawn], evidence)
+            drafts = drawn
+        else:
+            if self._model is not None:
+                offers[BLOCK] = range(1, k + 1)
+            choice = choose(length, k, offers, lacking=lacking)
+            if choice.source == BLOCK and self._model is not None:
+                drafts = self._model.propose(history, choice.k, draw)
+                proposals[BLOCK] = Proposal([draft.token for draft in drafts], range(1, len(drafts) + 1))
+        self._choice, self._proposals = choice, proposals
+        if choice.source in (LOOKUP, TABLE):
+            drafts = [Draft(token) for token in proposals[choice.source].tokens]
+        return drafts[: choice.k]
+
+    def learn(self, history: History, committed: int) -> None:
+        choice, self._choice = self._choice, None
+        if choice is None:
+            return
+        text = history.tokens[len(history) - committed :]
+        judged = {}
+        for source, (tokens, evidence) in self._proposals.items():
+            accepted = agreement(tokens, text)
+            judged[source] = evidence, accepted, accepted < min(len(tokens), committed)
+        self._controller.learn(choice, committed, judged)
+        self._stats.chose(choice.source or "plain", choice.k, choice.tokens, choice.seconds, committed)
+
+
+def probability(row: Row, token: int) -> float:
+    """Of a token in a draft model's logits ``[V]``."""
+    assert not isinstance(row, np.int64)  # drawn on the host
+    shifted = row - row[int(row.argmax())]
+    return float(np.exp(shifted[token]) / np.exp(shifted).sum())
+
+
+def _drawn(steps: Iterator[tuple[Draft, Row]], drawn: list[Draft], evidence: list[float]) -> Iterator[float]:
+    """The evidence of each draft, which is noted with it."""
+    for draft, row in steps:
+        drawn.append(draft)
+        evidence.append(probability(row, draft.token))
+        yield evidence[-1]
