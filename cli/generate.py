@@ -62,6 +62,8 @@ def generate(
         used = [origin for origin in Origin if origin in result.origins]
         names = (click.style(_LEGEND[origin], fg=_COLOURS[origin]) for origin in used)
         click.echo(f"[colours: {', '.join(names)}]", err=True)
+        for line in choices(result):
+            click.echo(line, err=True)
     click.echo(summary(result), err=True)
 
 
@@ -118,15 +120,29 @@ def summary(result: GenerationResult) -> str:
     if not stats.num_spec_steps:
         return head
     head = f"{head}, {stats.tokens_per_second:.1f} tokens/s"
-    if not result.k:
+    if result.k == 0:
         return f"{head}, plain decoding"
     rule = "" if result.acceptance == "exact" else f" {result.acceptance}"
     translated = " (translated)" if result.translated else ""
+    k = options.AUTO if result.k is None else result.k
     return (
-        f"{head}, {result.drafter}{translated} K={result.k}{rule}: {stats.mean_acceptance_length:.2f} tokens a verify "
+        f"{head}, {result.drafter}{translated} K={k}{rule}: {stats.mean_acceptance_length:.2f} tokens a verify "
         f"pass, {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafts accepted "
         f"({stats.draft_acceptance_rate:.0%}), exactness {result.exactness}"
     )
+
+
+def choices(result: GenerationResult) -> list[str]:
+    """A line for each source of drafts: how often it was chosen, with how many, and what was expected of it."""
+    lines = [f"[K chosen by figures {result.tuning}]"] if result.k is None else []
+    for source, stats in result.stats.sources.items():
+        mean = sum(k * rounds for k, rounds in stats.rounds_by_k.items()) / stats.rounds
+        expected = stats.expected_tokens / stats.rounds, 1e3 * stats.expected_seconds / stats.rounds
+        lines.append(
+            f"[{source}: {stats.rounds} rounds, K = {mean:.1f}; {expected[0]:.2f} tokens in {expected[1]:.1f} ms expected "
+            f"of each, {stats.tokens / stats.rounds:.2f} came]"
+        )
+    return lines
 
 
 def _show(running: Generation, colour: bool) -> str:

@@ -77,10 +77,25 @@ as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print
 drafter: Decorator = click.option(
     "--drafter",
     type=click.Choice(DRAFTERS),
-    help="Who drafts.  [default: the draft model if there is one]",
+    help="Who drafts.  [default: cascade if there is a draft model, else ngram]",
 )
+
+
+def _draft_tokens(value: str | int) -> int | None:
+    try:
+        return None if value == AUTO else int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no whole number, and not {AUTO}") from None
+
+
+AUTO = "auto"
 k: Decorator = click.option(
-    "--k", type=int, help="Draft tokens a round; 0 is plain decoding.  [default: the middle tier]"
+    "--k",
+    type=_draft_tokens,
+    default=AUTO,
+    show_default=True,
+    metavar="K",
+    help="Draft tokens a round; 0 is plain decoding, auto has it chosen in each round.",
 )
 acceptance: Decorator = click.option(
     "--acceptance",
@@ -90,7 +105,7 @@ acceptance: Decorator = click.option(
     help="Which drafts stand: exact gives plain decoding's own text, residual and block another of the same law.",
 )
 show_rounds: Decorator = click.option(
-    "--show-rounds", is_flag=True, help="Colour the text by where each token came from."
+    "--show-rounds", is_flag=True, help="Colour the text by where each token came from, and say what was chosen."
 )
 
 

@@ -18,7 +18,10 @@ _CATEGORY_K = 4
 
 @dataclass(frozen=True)
 class ByK:
-    """``verify_cost`` is v(K), ``predicted`` speed-up mean acceptance length / (K c + v(K)) (Leviathan et al. 2023)."""
+    """``verify_cost`` is v(K), ``predicted`` speed-up mean acceptance length / (K c + v(K)) (Leviathan et al. 2023).
+
+    The host's part of a round is in all of them.
+    """
 
     k: int
     mean_acceptance_length: float
@@ -31,10 +34,10 @@ class ByK:
 @dataclass(frozen=True)
 class Measured:
     """``alpha`` is by position: how often a draft stands where all before it do. ``categories`` are mean acceptance
-    length and speed-up at K = 4. ``one_row_ms`` is a target pass in milliseconds and ``draft_cost`` c.
+    length and speed-up at K = 4. ``plain_ms`` is a plain round in milliseconds and ``draft_cost`` c.
     """
 
-    one_row_ms: float
+    plain_ms: float
     draft_cost: float
     alpha: list[float]
     by_k: list[ByK]
@@ -68,16 +71,17 @@ def measure_draft(
 
 
 def _measured(report: BenchReport) -> Measured:
-    plain, drafted = report.arms[0], {arm.k: arm for arm in report.arms if arm.drafter == "model"}
-    draft_cost = report.draft_cost
+    plain, drafted = report.arms[0], {arm.k: arm for arm in report.arms if arm.drafter == "model" and arm.k}
+    tuning = report.tuning
+    draft_cost, verify_cost = tuning.draft_cost, tuning.verify_cost
     assert draft_cost is not None
     rows = [
         ByK(
             k,
             arm.stats.mean_acceptance_length,
             arm.stats.draft_acceptance_rate,
-            report.verify_cost[k],
-            arm.stats.mean_acceptance_length / (k * draft_cost + report.verify_cost[k]),
+            verify_cost[k],
+            arm.stats.mean_acceptance_length / (k * draft_cost + verify_cost[k]),
             arm.stats.tokens_per_second / plain.stats.tokens_per_second,
         )
         for k, arm in drafted.items()
@@ -88,7 +92,7 @@ def _measured(report: BenchReport) -> Measured:
         if plain.stats_by_category[name].num_round_tokens
     }
     alpha = alpha_by_position(drafted[LARGEST_K].stats.acceptance_histogram)
-    return Measured(report.one_row_ms, draft_cost, alpha, rows, categories)
+    return Measured(1e3 * tuning.costs.rounds(0)[0], draft_cost, alpha, rows, categories)
 
 
 def alpha_by_position(histogram: Sequence[int]) -> list[float]:

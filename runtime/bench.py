@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from outrider.engines.engine import Engine
 from outrider.engines.errors import OutriderError
 from outrider.runtime.commit import Output
 from outrider.runtime.generate import Pipeline
 from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.stats import DecodeStats
+from outrider.runtime.trace import Trace, record
+from outrider.runtime.tuning import Tuning
 
-_CONTEXT = 128
-_REPEATS = 9
+PLAIN, EXACT, AUTO = "plain", "plain, exact", "auto"
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,22 @@ class Prompt:
     text: str
 
 
+class EncodedPrompt(NamedTuple):
+    id: str
+    category: str
+    ids: list[int]
+
+
 @dataclass
 class Arm:
-    """One way to decode: its totals over all prompts and by category, and seconds a token by category and prompt."""
+    """One way to decode: its totals over all runs and by category, and seconds a token by category and run.
+
+    ``k`` is None where it is chosen in each round.
+    """
 
     name: str
     drafter: str
-    k: int
+    k: int | None
     stats: DecodeStats = field(default_factory=DecodeStats)
     stats_by_category: dict[str, DecodeStats] = field(default_factory=dict)
     seconds_per_token: dict[str, list[float]] = field(default_factory=dict)
@@ -53,27 +60,42 @@ class Arm:
 @dataclass(frozen=True)
 class BenchReport:
     """The first arm is plain decoding at its fastest: one row a pass, whatever its bits. The second is plain decoding
-    with the bits that all others must reproduce. ``verify_cost`` is v(K) by K, ``draft_cost`` c (``measure_costs``).
+    with the bits that all others must reproduce. ``num_runs`` is prompts times repeats.
     """
 
     arms: list[Arm]
     options: SamplingOptions
     acceptance: str
-    num_prompts: int
-    one_row_ms: float
-    verify_cost: dict[int, float]
-    draft_cost: float | None
+    num_runs: int
+    tuning: Tuning
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
 
     def speed_up(self, arm: Arm, category: str | None = None) -> float:
-        """Median over prompts of plain seconds a token / the arm's."""
+        """Median over runs of plain seconds a token / the arm's."""
+        return statistics.median(self._ratios(arm, category))
+
+    def quartiles(self, arm: Arm, category: str | None = None) -> tuple[float, float]:
+        """Between which the middle half of the runs' speed-ups lies."""
+        ratios = self._ratios(arm, category)
+        if len(ratios) == 1:
+            return ratios[0], ratios[0]
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, high
+
+    def best_fixed(self, category: str | None = None) -> Arm:
+        """The fastest of the arms with a fixed K, plain decoding among them."""
+        fixed = [arm for arm in self.arms[1:] if arm.k is not None]
+        return max(fixed, key=lambda arm: self.speed_up(arm, category))
+
+    def _ratios(self, arm: Arm, category: str | None) -> list[float]:
         plain = self.arms[0]
-        names = plain.seconds_per_token if category is None else [category]
-        ratios = [
+        return [
             ours / theirs
-            for name in names
+            for name in (plain.seconds_per_token if category is None else [category])
             for ours, theirs in zip(plain.seconds_per_token[name], arm.seconds_per_token[name], strict=True)
         ]
-        return statistics.median(ratios)
 
     def as_dict(self) -> dict[str, Any]:
         rows = []
@@ -87,6 +109,7 @@ class BenchReport:
                     "ms_per_token": 1e3 / stats.tokens_per_second,
                     "tokens_per_second": stats.tokens_per_second,
                     "speed_up": self.speed_up(arm),
+                    "speed_up_quartiles": self.quartiles(arm),
                     "speed_up_by_category": {name: self.speed_up(arm, name) for name in arm.seconds_per_token},
                     "mean_acceptance_length": stats.mean_acceptance_length,
                     "mean_acceptance_length_by_category": {
@@ -96,16 +119,17 @@ class BenchReport:
                     "host_microseconds_per_round": stats.host_microseconds_per_round,
                     "choose_microseconds_per_round": stats.choose_microseconds_per_round,
                     "choose_share": stats.choose_seconds / stats.decode_seconds,
-                    "verify_cost": self.verify_cost.get(arm.k),
-                    "draft_cost": self.draft_cost if arm.drafter in ("model", "cascade") else None,
+                    "verify_cost": self.tuning.verify_cost[arm.k] if arm.k else None,
+                    "draft_cost": self.tuning.draft_cost if arm.drafter in ("model", "cascade") else None,
                     "identical": arm.identical,
+                    "sources": {name: asdict(source) for name, source in stats.sources.items()},
                 }
             )
         return {
-            "num_prompts": self.num_prompts,
+            "num_runs": self.num_runs,
             "options": {name: str(value) if name == "processors" else value for name, value in self.changed.items()},
             "acceptance": self.acceptance,
-            "one_row_ms": self.one_row_ms,
+            "tuning": {"origin": self.tuning.origin, "costs": asdict(self.tuning.costs)},
             "arms": rows,
         }
 
@@ -151,12 +175,19 @@ def run_bench(
     tiers: Sequence[int],
     acceptance: str = "exact",
     drafters: Sequence[str] = (),
+    contexts: Sequence[int] = (),
+    repeats: int = 1,
     progress: Callable[[], None] = lambda: None,
 ) -> BenchReport:
-    """Decode every prompt plainly and with each drafter and K; ``progress`` is called once for each.
+    """Decode every prompt plainly, with K chosen in each round, and with each drafter and K.
 
-    ``drafters`` are by default all that the bundle has. Sampling without a seed takes seed 0, so that all decode the
-    same text.
+    Sampling without a seed takes seed 0, so that all decode the same text.
+
+    Args:
+        drafters: by default all that the bundle has.
+        contexts: lengths in tokens; each is one more category, of a prompt of that length made of all the others.
+        repeats: runs of each prompt with each arm, in alternating order.
+        progress: called once for each run.
 
     Raises:
         OutriderError: nothing to compare, a K that the bundle does not serve, or a prompt that it does not take.
@@ -175,14 +206,14 @@ def run_bench(
     arms = plan_arms(pipeline, tiers, drafters)
     for arm in arms:
         pipeline.check_acceptance(arm.drafter, acceptance)
-    verify_cost, draft_cost, one_row = measure_costs(pipeline, tiers)
-    for number, prompt in enumerate(prompts):
-        ids = encode_prompt(pipeline, prompt)
+    tuning = pipeline.tuning
+    encoded = encode_all(pipeline, prompts, contexts, options.max_new_tokens)
+    for number, prompt in enumerate(encoded * repeats):
         results: dict[str, tuple[Output, DecodeStats]] = {}
         for arm in arms if number % 2 == 0 else reversed(arms):
-            results[arm.name] = _decode_once(pipeline, arm, ids, options, acceptance)
+            results[arm.name] = _decode_once(pipeline, arm, prompt.ids, options, acceptance)
             progress()
-        reference = results["plain, exact"][0].tokens
+        reference = results[EXACT][0].tokens
         pipeline.clear_caches()
         # A prompt that ends with the prefill's token has no speed.
         timed = all(stats.num_spec_steps for _, stats in results.values())
@@ -191,11 +222,56 @@ def run_bench(
             arm.add(prompt.category, stats, output.tokens == reference, timed)
     if not arms[0].seconds_per_token:
         raise OutriderError("every answer ended with its first token, which is the prefill's; give other prompts")
-    return BenchReport(arms, options, acceptance, len(prompts), one_row * 1e3, verify_cost, draft_cost)
+    return BenchReport(arms, options, acceptance, len(encoded) * repeats, tuning)
+
+
+def record_trace(
+    pipeline: Pipeline,
+    prompts: Sequence[Prompt],
+    *,
+    options: SamplingOptions,
+    acceptance: str = "exact",
+    progress: Callable[[], None] = lambda: None,
+) -> Trace:
+    """What every source of drafts would propose at every position of the answers; ``progress`` is called once for each.
+
+    Raises:
+        OutriderError: a prompt that the bundle does not take.
+    """
+    trace = Trace(pipeline.target_engine.device, pipeline.tuning.costs, [])
+    for prompt in encode_all(pipeline, prompts, (), options.max_new_tokens):
+        pipeline.clear_caches()
+        trace.requests.append(record(pipeline, *prompt, options, acceptance)[0])
+        progress()
+    pipeline.clear_caches()
+    return trace
+
+
+def encode_all(
+    pipeline: Pipeline, prompts: Sequence[Prompt], contexts: Sequence[int], max_new_tokens: int
+) -> list[EncodedPrompt]:
+    """The prompts, and one of each context length, cut out of all of them joined again and again."""
+    encoded = [EncodedPrompt(prompt.id, prompt.category, encode_prompt(pipeline, prompt)) for prompt in prompts]
+    longest = pipeline.manifest.max_length - max_new_tokens
+    for length in contexts:
+        if not 1 <= length <= longest:
+            raise OutriderError(
+                f"a context of {length} tokens and {max_new_tokens} new ones are outside what this bundle takes "
+                f"({pipeline.manifest.max_length}); export with a larger --max-length"
+            )
+        ids: list[int] = []
+        for prompt in cycle(prompts):
+            if len(ids) >= length:
+                break
+            ids += pipeline.codec.encode(f"{prompt.text}\n\n")
+        encoded.append(EncodedPrompt(f"context-{length}", f"{length} tokens", ids[:length]))
+    return encoded
 
 
 def plan_arms(pipeline: Pipeline, tiers: Sequence[int], drafters: Sequence[str] = ()) -> list[Arm]:
-    arms = [Arm("plain", "none", 0), Arm("plain, exact", "none", 0)]
+    """Plain decoding at its fastest and exact, ``auto``, and every drafter with every K."""
+    auto = drafters[0] if len(drafters) == 1 else pipeline.default_drafter
+    arms = [Arm(PLAIN, "none", 0), Arm(EXACT, "none", 0), Arm(AUTO, auto, None)]
     for drafter in drafters or (("ngram", "model", "cascade") if pipeline.draft else ("ngram",)):
         arms += [Arm(f"{drafter}, K={k}", drafter, k) for k in tiers]
     return arms
@@ -210,39 +286,11 @@ def encode_prompt(pipeline: Pipeline, prompt: Prompt) -> list[int]:
         raise OutriderError(f"prompt {prompt.id}: {error}") from None
 
 
-def measure_costs(pipeline: Pipeline, tiers: Sequence[int]) -> tuple[dict[int, float], float | None, float]:
-    """v(K) by K, c (None without a draft model), and the seconds of a one-row target pass, interleaved medians.
-
-    Draft steps are timed as a round has them, some in a row: the first finds its weights out of the cache.
-    """
-    widths = [1, *(k + 1 for k in tiers)]
-    jobs: list[tuple[Engine, int, int]] = [(pipeline.target_engine, rows, 1) for rows in widths]
-    if pipeline.draft is not None:
-        jobs.append((pipeline.draft.engine, pipeline.draft.min_rows, tiers[len(tiers) // 2]))
-    seconds: list[list[float]] = [[] for _ in jobs]
-    lengths = np.full(1, _CONTEXT, np.int32)
-    for _ in range(_REPEATS):
-        for job, (engine, rows, steps) in enumerate(jobs):
-            plan, ids = engine.plan(rows, rows, exact=False), np.ones((1, rows), np.int64)
-            start = perf_counter()
-            for _ in range(steps):
-                if engine.heads is None:
-                    plan.run(ids, lengths)
-                else:
-                    plan.submit(ids, lengths)
-                    plan.choices()
-            seconds[job].append((perf_counter() - start) / steps)
-    pipeline.clear_caches()  # what was there is overwritten
-    medians = [statistics.median(times) for times in seconds]
-    verify = {k: medians[1 + index] / medians[0] for index, k in enumerate(tiers)}
-    return verify, medians[-1] / medians[0] if pipeline.draft is not None else None, medians[0]
-
-
 def _decode_once(
     pipeline: Pipeline, arm: Arm, ids: list[int], options: SamplingOptions, acceptance: str
 ) -> tuple[Output, DecodeStats]:
     pipeline.clear_caches()  # every arm pays its own prefills
     request = pipeline.new_request(ids, options, acceptance)
-    for _ in pipeline.decode(request, arm.drafter, arm.k, exact=arm.name != "plain"):
+    for _ in pipeline.decode(request, arm.drafter, arm.k, exact=arm.name != PLAIN):
         pass
     return request.output, request.stats

@@ -45,6 +45,7 @@ _RATE_MEMORY = 0.95  # a round
 _SHARE_MEMORY = 0.98  # a draft token
 _HORIZON = 16  # rounds that pay for the draft model's catching up
 _PROBING = 0.01  # share of the time that is spent on finding out whether the model pays again
+_MOST = 0.99  # probability that a draft token is ever given
 _HOPELESS = 0.02  # probability of a chain of drafts that is not made longer
 
 
@@ -96,10 +97,12 @@ class Acceptance:
 
     def chance(self, evidence: float) -> float:
         """The probability that a token stands when all before it do."""
-        return self._corrected(self._base[classify(self.source, evidence)])
+        return min(_MOST, self._base[classify(self.source, evidence)] * self._factor)
 
-    def by_class(self) -> list[float]:
-        return [self._corrected(base) for base in self._base]
+    def by_class(self) -> list[tuple[float, float]]:
+        """Share of the tokens, and the chance of each, by class."""
+        factor = self._factor
+        return [(share, min(_MOST, base * factor)) for share, base in zip(self.shares, self._base, strict=True)]
 
     def seen(self, evidence: float) -> None:
         """A token of the model, whatever becomes of it."""
@@ -119,8 +122,9 @@ class Acceptance:
         self.accepted *= kept
         self.expected *= kept
 
-    def _corrected(self, base: float) -> float:
-        return min(0.99, base * (_TRUST + self.accepted) / (_TRUST + self.expected))
+    @property
+    def _factor(self) -> float:
+        return (_TRUST + self.accepted) / (_TRUST + self.expected)
 
 
 @dataclass
@@ -234,6 +238,7 @@ class Controller:
         """Draft as long as the next token is likely worth its step, then verify what is worth its row."""
         rate = self._rate(rounds[0])
         acceptance = self.acceptance[MODEL]
+        classes = acceptance.by_class()
         evidence: list[float] = []
         standing, tokens, spent = 1.0, 1.0, 0.0
         while len(evidence) < room:
@@ -243,8 +248,8 @@ class Controller:
             # Worth over verifying what there is, by the class that the next token may be of.
             here = max(best.tokens - rate * best.seconds, tokens - rate * rounds[k])
             verified = tokens - rate * rounds[k + 1]
-            classes = zip(acceptance.shares, acceptance.by_class(), strict=True)
-            gain = sum(share * max(0.0, verified + standing * chance - here) for share, chance in classes)
+            gains = ((share, verified + standing * chance - here) for share, chance in classes)
+            gain = sum(share * more for share, more in gains if more > 0)
             if gain < rate * charged and (k or not self._may_probe(step)):
                 break
             known = next(steps, None)

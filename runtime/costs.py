@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared, and hashed in every round, by identity
 class Costs:
     """Seconds by context length (tokens in the cache), linear between the lengths that were measured.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, cast
 
 from outrider.engines.bundle import NEXT_TOKENS, TOKENIZER, Bundle
@@ -70,7 +70,7 @@ class Pipeline:
         self._tuning: Tuning | None = None
         self._controller: Controller | None = None
         self._grammars: GrammarCompiler | None = None
-        self.lock = Lock()  # a round at a time, whatever thread it is for
+        self.lock = RLock()  # a round at a time, whatever thread it is for
         self.owner: Generation | None = None
 
     @classmethod
@@ -200,10 +200,10 @@ class Pipeline:
             else:
                 target = ResidentModel(target, law)
         if k is None:
-            chosen = self._adaptive_drafter(drafter, model, request, controller or self.controller)
+            chosen = self._adaptive_drafter(drafter, model, request, controller or self.prepare_controller())
             yield from decode(target, chosen, max(self.tiers), request)
         else:
-            yield from decode(target, self._drafter(drafter, model), k, request)
+            yield from decode(target, self.drafter(drafter, model), k, request)
 
     @property
     def tuning(self) -> Tuning:
@@ -213,9 +213,8 @@ class Pipeline:
             self._tuning = found if isinstance(found, Tuning) else tune(self, short=True, reason=found)
         return self._tuning
 
-    @property
-    def controller(self) -> Controller:
-        """It chooses K for all requests, and learns from them."""
+    def prepare_controller(self) -> Controller:
+        """It chooses K for all requests, and learns from them. What the caches held may be forgotten the first time."""
         if self._controller is None:
             self._controller = Controller(self.tuning.costs, self.tuning.priors)
         return self._controller
@@ -262,12 +261,25 @@ class Pipeline:
                 "another tokenizer; use --acceptance exact, or --drafter ngram"
             )
 
-    def check_drafter(self, name: str) -> None:
-        """Raises OutriderError when there is no such drafter, or this bundle has no draft model."""
+    def drafter(self, name: str, model: ModelSource | None = None) -> Drafter:
+        """The drafter called ``name`` (one of ``DRAFTERS``).
+
+        Args:
+            model: what drafts in place of the bundle's draft model.
+
+        Raises:
+            OutriderError: there is no such drafter, or this bundle has no draft model.
+        """
         if name not in DRAFTERS:
             raise OutriderError(f"unknown drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
-        if name in _WITH_MODEL and self.draft is None:
+        if name == "none":
+            return NoDrafter()
+        if name == "ngram":
+            return self._ngram_drafter
+        model = model or self.model_drafter
+        if model is None:
             raise OutriderError("this bundle has no draft model; use --drafter ngram, or export with --draft PATH")
+        return model if name == "model" else CascadeDrafter(NgramDrafter(), model)
 
     def clear_caches(self) -> None:
         """Forget what the caches hold: the next request begins with its whole prompt."""
@@ -279,7 +291,7 @@ class Pipeline:
 
     def _speculation(self, drafter: str | None, k: int | None, acceptance: str) -> Speculation:
         name = self.default_drafter if drafter is None else drafter
-        self.check_drafter(name)
+        self.drafter(name)
         if k is not None:
             self.check_k(k)
         if k == 0 or name == "none":
@@ -291,15 +303,6 @@ class Pipeline:
         if NEXT_TOKENS not in self.bundle.files:
             return None
         return NextTokens.load(self.bundle.path(NEXT_TOKENS), self.manifest.target.vocab_size)
-
-    def _drafter(self, name: str, model: ModelSource | None) -> Drafter:
-        """A drafter by name, over ``model`` in this request."""
-        if name == "none":
-            return NoDrafter()
-        if name == "ngram":
-            return self._ngram_drafter
-        assert model is not None, name
-        return model if name == "model" else CascadeDrafter(NgramDrafter(), model)
 
     def _adaptive_drafter(
         self, name: str, model: ModelSource | None, request: Request, controller: Controller

@@ -33,8 +33,9 @@ class GenerationResult:
     """``exactness`` is what the row probe found on this machine: with ``bitwise`` and ``fixed-rows`` the text is plain
     decoding's own (see ``engines/probe.py``).
 
-    ``seed`` is the one that was used; None when decoding was greedy. ``logprobs`` has an entry for each token, or is
-    None when none were asked for.
+    ``seed`` is the one that was used; None when decoding was greedy. ``k`` is None where it was chosen in each round,
+    by the figures that ``tuning`` names; ``stats.sources`` says what was chosen. ``logprobs`` has an entry for each token,
+    or is None when none were asked for.
     """
 
     text: str
@@ -48,6 +49,7 @@ class GenerationResult:
     acceptance: str
     translated: bool
     exactness: str
+    tuning: str | None
     stats: DecodeStats
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,6 +112,7 @@ class Generation:
             seed=None if chooser.options.greedy else chooser.seed,
             **vars(self._speculation),
             exactness=self._pipeline.exactness,
+            tuning=self._pipeline.tuning.origin if self._speculation.k is None else None,
             stats=self._request.stats,
         )
 
@@ -119,6 +122,9 @@ class Generation:
         if output.finish_reason is not None:
             return
         tokens = pipeline.decode(self._request, self._speculation.drafter, self._speculation.k)
+        if self._speculation.k is None:
+            with pipeline.lock:
+                pipeline.prepare_controller()  # before the caches are this request's
         pipeline.owner = self
         while not self._cancelled and (output.finish_reason is None or self._streamed < len(output.tokens)):
             position = self._streamed

@@ -16,20 +16,16 @@ _DRAWN = (MODEL, BLOCK)  # sources that take draft steps
 
 @dataclass
 class Replayed:
-    """Seconds by the trace's costs, tokens, and what was chosen in each round."""
+    """Seconds by the trace's costs, and of each round what was chosen and how many tokens it committed."""
 
     seconds: float = 0.0
-    tokens: int = 0
     choices: list[Choice] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
 
     def run(self, choice: Choice, seconds: float, committed: int) -> None:
         self.choices.append(choice)
         self.seconds += seconds
-        self.tokens += committed
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        self.committed.append(committed)
 
 
 def replay(request: TracedRequest, controller: Controller, drafter: str = "cascade") -> Replayed:

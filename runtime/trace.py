@@ -21,7 +21,7 @@ from outrider.runtime.controller import BLOCK, EDGES, MODEL, SOURCES, Priors, cl
 from outrider.runtime.costs import Costs
 from outrider.runtime.decode import decode
 from outrider.runtime.drafters import Drafter, Draw, ModelSource
-from outrider.runtime.drafters.adaptive import Lookups, Proposal, probability
+from outrider.runtime.drafters.adaptive import Lookups, Proposal
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sampling.options import SamplingOptions
@@ -91,7 +91,7 @@ class RecordingDrafter(Drafter):
         proposals = self.lookups.propose(history.tokens, k)
         if self.stepwise and isinstance(self.model, ModelDrafter):
             with closing(self.model.steps(history, draw)) as steps:
-                drawn = [(draft.token, round(probability(row, draft.token), 3)) for draft, row in islice(steps, k)]
+                drawn = [(draft.token, round(known, 3)) for draft, known in islice(steps, k)]
             proposals[MODEL] = Proposal([token for token, _ in drawn], [known for _, known in drawn])
         elif self.model is not None:
             drafts = self.model.propose(history, k, draw)

@@ -39,6 +39,7 @@ _SHORT_LENGTH = 128
 _DRAFT_ROWS = (1, 2, 4, 16, 64, PREFILL_CHUNK)
 _DRAFT_STEPS = 3  # in a row, as rounds have them: the first finds its weights out of the cache
 _REPEATS = 9
+_OTHERS = 0.2  # weight of the priors of other bundles
 _SECONDS = {"full": 40.0, "short": 1.0}  # of passes, but each is run once at least
 _TOKENS = {"full": 48, "short": 12}  # decoded for the host's part
 # Of several kinds, so that drafts of every source stand and fall.
@@ -94,7 +95,7 @@ def tune(
     pipeline.clear_caches()  # what was there is overwritten
     costs = _costs(pipeline, samples)
     recorded, costs = _try_drafts(pipeline, costs, _PROMPTS[:1] if short else _PROMPTS, _TOKENS[kind], progress)
-    priors = DEFAULT_PRIORS if short else count_priors(recorded)
+    priors = DEFAULT_PRIORS if short else _pooled(count_priors(recorded))
     pipeline.clear_caches()
     origin = f"measured in short ({reason})" if short else f"tuned {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
     return Tuning(costs, priors, origin, samples)
@@ -166,6 +167,16 @@ def _try_drafts(
     steps = adaptive.draft_steps / max(1, adaptive.num_spec_steps)
     round_host = max(plain.host_microseconds_per_round, adaptive.host_microseconds_per_round - steps * step)
     return requests, replace(costs, round_host=1e-6 * round_host, draft_host=1e-6 * step)
+
+
+def _pooled(counted: Priors) -> Priors:
+    """With a little of what other bundles show, for classes that were seldom seen."""
+    return {
+        source: [
+            (a + _OTHERS * b, n + _OTHERS * m) for (a, n), (b, m) in zip(classes, DEFAULT_PRIORS[source], strict=True)
+        ]
+        for source, classes in counted.items()
+    }
 
 
 def _costs(pipeline: Pipeline, samples: Mapping[str, Mapping[str, Sequence[float]]]) -> Costs:

@@ -23,19 +23,13 @@ PROMPT = "the quick brown fox"
 TOKENS = 40
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes the known continuation, with wrong tokens at the positions in ``wrong``."""
-
-    passes = 0
-    seconds = 0.0
 
     def __init__(self, whole: Sequence[int], vocab_size: int, wrong: frozenset[int] = frozenset()) -> None:
         self.whole = whole
         self.wrong = wrong
         self.vocab_size = vocab_size
-
-    def begin(self) -> None:
-        pass
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
         right = self.whole[len(history) : len(history) + k]

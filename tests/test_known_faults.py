@@ -466,7 +466,7 @@ def test_counters_only_grow(tiny_pipeline: Pipeline, temperature: float | None) 
     drafter = perfect(tiny_pipeline, expected.tokens, [1, 2, 8, 20])
     last: dict[str, Any] = {}
     for _ in decode(tiny_pipeline.target, drafter, 4, request):
-        now = {name: value for name, value in vars(request.stats).items() if name != "acceptance_histogram"}
+        now = {name: value for name, value in vars(request.stats).items() if isinstance(value, (int, float))}
         assert all(value >= last.get(name, 0) for name, value in now.items())
         last = now
     assert 0 < request.stats.num_accepted_draft_tokens < request.stats.num_draft_tokens

@@ -62,22 +62,16 @@ def prefer_by_length(tokens: Sequence[int], logits: Logits) -> Logits:
     return logits + 4 * (np.arange(len(logits)) % 7 == len(tokens) % 7).astype(np.float32)
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes what plain decoding is known to give, but for wrong tokens at the positions that ``wrong`` names.
 
     Behind the known end it goes on, as a drafter would that does not know of it.
     """
 
-    passes = 0
-    seconds = 0.0
-
     def __init__(self, tokens: Sequence[int], vocab_size: int, wrong: Callable[[int], bool]) -> None:
         self.tokens = tokens
         self.vocab_size = vocab_size
         self.wrong = wrong
-
-    def begin(self) -> None:
-        pass
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
         first = history.output_length
@@ -93,7 +87,7 @@ def drafting(pipeline: Pipeline, drafter: Drafter | None) -> Iterator[None]:
     """``drafter`` in the place of the n-gram drafter."""
     with pytest.MonkeyPatch.context() as patch:
         if drafter is not None:
-            patch.setitem(pipeline._drafters, "ngram", drafter)
+            patch.setattr(pipeline, "_ngram_drafter", drafter)
         yield
 
 

@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
-import numpy as np
-
 from outrider.engines.next_tokens import NextTokens
 from outrider.runtime.accept import Draft, agreement
-from outrider.runtime.choose import Row
 from outrider.runtime.controller import BLOCK, LOOKUP, MODEL, TABLE, Choice, Controller
 from outrider.runtime.drafters import Drafter, Draw, ModelSource
 from outrider.runtime.drafters.model import ModelDrafter
@@ -130,16 +127,9 @@ class AdaptiveDrafter(Drafter):
         self._stats.chose(choice.source or "plain", choice.k, choice.tokens, choice.seconds, committed)
 
 
-def probability(row: Row, token: int) -> float:
-    """Of a token in a draft model's logits ``[V]``."""
-    assert not isinstance(row, np.int64)  # drawn on the host
-    shifted = row - row[int(row.argmax())]
-    return float(np.exp(shifted[token]) / np.exp(shifted).sum())
-
-
-def _drawn(steps: Iterator[tuple[Draft, Row]], drawn: list[Draft], evidence: list[float]) -> Iterator[float]:
+def _drawn(steps: Iterator[tuple[Draft, float]], drawn: list[Draft], evidence: list[float]) -> Iterator[float]:
     """The evidence of each draft, which is noted with it."""
-    for draft, row in steps:
+    for draft, probability in steps:
         drawn.append(draft)
-        evidence.append(probability(row, draft.token))
-        yield evidence[-1]
+        evidence.append(probability)
+        yield probability

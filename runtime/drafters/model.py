@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.engines.errors import OutriderError
 from outrider.runtime.accept import Draft
-from outrider.runtime.choose import Row
+from outrider.runtime.choose import Logits, Row
 from outrider.runtime.drafters import Draw, ModelSource
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sequence import CachedModel
@@ -42,19 +42,36 @@ def no_numbers() -> OutriderError:
 class ModelDrafter(DraftModel):
     """See ``drafters.Drafter``. It stops early where nothing could stand: behind an end, and past its own context."""
 
+    def __init__(self, model: CachedModel) -> None:
+        super().__init__(model)
+        self._work: Logits = np.empty(0, np.float32)
+
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
-        with closing(self.steps(history, draw)) as steps:
+        with closing(self._steps(history, draw)) as steps:
             return [draft for draft, _ in islice(steps, k)]
 
     def lacking(self, history: History) -> int:
         self._keep(history)
         return len(history) - self._model.length
 
-    def steps(self, history: History, draw: Draw) -> Generator[tuple[Draft, Row], None, None]:
-        """Drafts one after the other, each with the row of logits that it was drawn from, valid until the next.
+    def steps(self, history: History, draw: Draw) -> Generator[tuple[Draft, float], None, None]:
+        """Drafts one after the other, each with its probability in the draft model, whatever the options of sampling.
 
         They are in ``history`` until the iterator is closed.
         """
+        with closing(self._steps(history, draw)) as steps:
+            for draft, row in steps:
+                yield draft, self._probability(row, draft.token)
+
+    def _probability(self, row: Row, token: int) -> float:
+        assert not isinstance(row, np.int64)  # drawn on the host
+        if self._work.shape != row.shape:
+            self._work = np.empty_like(row)  # once: memory of this size comes page by page
+        np.subtract(row, row[int(row.argmax())], out=self._work)
+        np.exp(self._work, out=self._work)
+        return float(self._work[token] / self._work.sum())
+
+    def _steps(self, history: History, draw: Draw) -> Generator[tuple[Draft, Row], None, None]:
         start = len(history)
         self._keep(history)
         try:
