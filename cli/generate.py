@@ -133,14 +133,14 @@ def summary(result: GenerationResult) -> str:
 
 
 def choices(result: GenerationResult) -> list[str]:
-    """A line for each source of drafts: how often it was chosen, with how many, and what was expected of it."""
+    """A line for each source of drafts: how often it was chosen, with how many, and what was expected."""
     lines = [f"[K chosen by figures {result.tuning}]"] if result.k is None else []
     for source, stats in result.stats.sources.items():
         mean = sum(k * rounds for k, rounds in stats.rounds_by_k.items()) / stats.rounds
-        expected = stats.expected_tokens / stats.rounds, 1e3 * stats.expected_seconds / stats.rounds
+        tokens, milliseconds = stats.expected_tokens / stats.rounds, 1e3 * stats.expected_seconds / stats.rounds
         lines.append(
-            f"[{source}: {stats.rounds} rounds, K = {mean:.1f}; {expected[0]:.2f} tokens in {expected[1]:.1f} ms expected "
-            f"of each, {stats.tokens / stats.rounds:.2f} came]"
+            f"[{source}: {stats.rounds} rounds, K = {mean:.1f}; {tokens:.2f} tokens in {milliseconds:.1f} ms expected, "
+            f"{stats.tokens / stats.rounds:.2f} came]"
         )
     return lines
 

@@ -38,13 +38,14 @@ DEFAULT_PRIORS: Priors = {
     BLOCK: [(9, 20), (9, 20), (9, 20), (9, 20)],
 }
 
-_TRUST = 2.0  # expected acceptances that a prior counts for,
-_MEMORY = 0.97  # what is left of a count with each draft token judged after it,
-_CARRIED = 8.0  # and how many of them the next request still hears of
+_TRUST = 1.0  # expected acceptances that a prior counts for,
+_MEMORY = 0.98  # what is left of a count with each draft token judged after it,
+_SURPRISE = 0.2  # share of the prior below which a draft that stands has all counts forgotten,
+_CARRIED = 16.0  # and how many of them the next request still hears of
 _RATE_MEMORY = 0.95  # a round
 _SHARE_MEMORY = 0.98  # a draft token
 _HORIZON = 16  # rounds that pay for the draft model's catching up
-_PROBING = 0.01  # share of the time that is spent on finding out whether the model pays again
+_PROBING = 0.0075  # share of the time that is spent on finding out whether the model pays again
 _MOST = 0.99  # probability that a draft token is ever given
 _HOPELESS = 0.02  # probability of a chain of drafts that is not made longer
 
@@ -113,6 +114,8 @@ class Acceptance:
     def judge(self, evidence: Sequence[float], accepted: int, refused: bool) -> None:
         """The first tokens stood; the next one was refused, or nothing is known of it."""
         for index, known in enumerate(evidence[: accepted + refused]):
+            if index < accepted and self._factor < _SURPRISE:  # the text is another one than before
+                self.accepted = self.expected = 0.0
             self.expected = self.expected * _MEMORY + self._base[classify(self.source, known)]
             self.accepted = self.accepted * _MEMORY + (index < accepted)
 

@@ -34,8 +34,8 @@ class GenerationResult:
     decoding's own (see ``engines/probe.py``).
 
     ``seed`` is the one that was used; None when decoding was greedy. ``k`` is None where it was chosen in each round,
-    by the figures that ``tuning`` names; ``stats.sources`` says what was chosen. ``logprobs`` has an entry for each token,
-    or is None when none were asked for.
+    by the figures that ``tuning`` names; ``stats.sources`` says what was chosen. ``logprobs`` has an entry for each
+    token, or is None when none were asked for.
     """
 
     text: str

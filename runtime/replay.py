@@ -49,7 +49,7 @@ def replay(request: TracedRequest, controller: Controller, drafter: str = "casca
         committed = stood + 1
         total.run(choice, costs.rounds(length)[choice.k] + drafting, committed)
         controller.learn(choice, committed, dict(_judged(proposals, choice, committed)))
-        lacking = committed + (0 if choice.drafted else lacking)
+        lacking = _lacking(lacking, committed, choice.drafted, request.positions[at])
         at += committed
     return total
 
@@ -70,7 +70,7 @@ def replay_fixed(request: TracedRequest, costs: Costs, drafter: str, k: int) -> 
         seconds = costs.rounds(length)[proposed] + _drafting_seconds(costs, drafted, lacking, length)
         choice = Choice(found[0] if found else None, proposed, stood + 1, seconds, drafted)
         total.run(choice, seconds, stood + 1)
-        lacking = stood + 1 + (0 if drafted else lacking)
+        lacking = _lacking(lacking, stood + 1, drafted, request.positions[at])
         at += stood + 1
     return total
 
@@ -100,6 +100,14 @@ def _has(request: TracedRequest, at: int, source: str) -> bool:
 
 def _cut(found: Traced, room: int) -> Traced:
     return Traced(found.evidence[:room], min(found.accepted, room))
+
+
+def _lacking(before: int, committed: int, drafted: int, proposals: dict[str, Traced]) -> int:
+    """What the draft model's cache lacks behind a round: of its drafts it holds all but the last."""
+    if not drafted:
+        return before + committed
+    stood = next(proposals[source].accepted for source in _DRAWN if source in proposals)
+    return committed - min(stood, committed, drafted - 1)
 
 
 def _drafting_seconds(costs: Costs, drafted: int, lacking: int, length: int) -> float:

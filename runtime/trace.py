@@ -91,7 +91,7 @@ class RecordingDrafter(Drafter):
         proposals = self.lookups.propose(history.tokens, k)
         if self.stepwise and isinstance(self.model, ModelDrafter):
             with closing(self.model.steps(history, draw)) as steps:
-                drawn = [(draft.token, round(known, 3)) for draft, known in islice(steps, k)]
+                drawn = [(draft.token, known) for draft, known in islice(steps, k)]
             proposals[MODEL] = Proposal([token for token, _ in drawn], [known for _, known in drawn])
         elif self.model is not None:
             drafts = self.model.propose(history, k, draw)
@@ -123,7 +123,9 @@ def record(
     drafter = RecordingDrafter(pipeline.lookups, pipeline.model_drafter, pipeline.drafts_freely(request))
     for _ in decode(pipeline.target, drafter, max(pipeline.tiers), request):
         pass
-    return TracedRequest(name, category, len(prompt), drafter.positions(request.history.tokens)), request.stats
+    positions = drafter.positions(request.history.tokens)
+    positions += [{}] * (request.stats.num_round_tokens - len(positions))  # where nothing was asked for: the last
+    return TracedRequest(name, category, len(prompt), positions), request.stats
 
 
 def count_priors(requests: Iterable[TracedRequest]) -> Priors:
@@ -141,9 +143,9 @@ def count_priors(requests: Iterable[TracedRequest]) -> Priors:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """As JSON lines: what it is, then a request each."""
+    """As JSON lines: what it is, then a request each; probabilities to three digits."""
     head = {"format": FORMAT, "version": VERSION, "device": trace.device, "costs": asdict(trace.costs)}
-    lines = [head, *(vars(request) for request in trace.requests)]
+    lines = [head, *(_record_of(request) for request in trace.requests)]
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -173,6 +175,14 @@ def read_trace(path: Path) -> Trace:
     if not trace.requests:
         raise OutriderError(f"{path} holds no request; record it again")
     return trace
+
+
+def _record_of(request: TracedRequest) -> dict[str, Any]:
+    positions = [
+        {name: ([round(known, 3) for known in found.evidence], found.accepted) for name, found in entry.items()}
+        for entry in request.positions
+    ]
+    return vars(request) | {"positions": positions}
 
 
 def _read_request(record: dict[str, Any]) -> TracedRequest:

@@ -39,7 +39,6 @@ _SHORT_LENGTH = 128
 _DRAFT_ROWS = (1, 2, 4, 16, 64, PREFILL_CHUNK)
 _DRAFT_STEPS = 3  # in a row, as rounds have them: the first finds its weights out of the cache
 _REPEATS = 9
-_OTHERS = 0.2  # weight of the priors of other bundles
 _SECONDS = {"full": 40.0, "short": 1.0}  # of passes, but each is run once at least
 _TOKENS = {"full": 48, "short": 12}  # decoded for the host's part
 # Of several kinds, so that drafts of every source stand and fall.
@@ -170,11 +169,9 @@ def _try_drafts(
 
 
 def _pooled(counted: Priors) -> Priors:
-    """With a little of what other bundles show, for classes that were seldom seen."""
+    """With what other bundles show, for classes that were seldom seen."""
     return {
-        source: [
-            (a + _OTHERS * b, n + _OTHERS * m) for (a, n), (b, m) in zip(classes, DEFAULT_PRIORS[source], strict=True)
-        ]
+        source: [(a + b, n + m) for (a, n), (b, m) in zip(classes, DEFAULT_PRIORS[source], strict=True)]
         for source, classes in counted.items()
     }
 

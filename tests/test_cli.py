@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from refusals import cli
+from refusals import cli, refused_by_cli
 
 from outrider.engines.bundle import Bundle
 from outrider.runtime import Pipeline
+from outrider.runtime.trace import read_trace
 
 PROMPT = "the quick brown fox"
 PROMPTS = [("fox", PROMPT), ("code", "def add(a, b):"), ("code", "one two three four one two three")]
@@ -87,14 +90,25 @@ def test_inspect_text(tiny_bundle: Path) -> None:
     assert "sha256 " in lines["files.target/weights.bin"]
 
 
-def test_generate_text(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
-    stdout, stderr = generate(tiny_bundle, "-p", PROMPT)
+@pytest.mark.parametrize(("args", "who"), [([], "cascade K=auto"), (["--drafter", "model", "--k", 4], "model K=4")])
+def test_generate_text(args: list[Any], who: str, tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
+    stdout, stderr = generate(tiny_bundle, "-p", PROMPT, *args)
     result = tiny_pipeline.generate(as_messages(PROMPT), max_new_tokens=TOKENS)
     assert stdout == shown(result.text) + "\n"
     assert re.fullmatch(
-        rf"{TOKENS} tokens \(length\), [\d.]+ tokens/s, model K=4: [\d.]+ tokens a verify pass, "
+        rf"{TOKENS} tokens \(length\), [\d.]+ tokens/s, {who}: [\d.]+ tokens a verify pass, "
         r"\d+ of \d+ drafts accepted \(\d+%\), exactness bitwise\n",
         stderr,
+    )
+
+
+def test_what_was_chosen_is_said(tiny_bundle: Path) -> None:
+    _, stderr = generate(tiny_bundle, "-p", PROMPT, "--show-rounds")
+    assert "[K chosen by figures measured in short (not tuned)]" in stderr
+    assert re.search(
+        r"^\[(plain|lookup|model): \d+ rounds, K = [\d.]+; [\d.]+ tokens in [\d.]+ ms expected, [\d.]+ came\]$",
+        stderr,
+        re.MULTILINE,
     )
 
 
@@ -166,7 +180,12 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-ARMS = ["plain", "plain, exact", *(f"{drafter}, K={k}" for drafter in ("ngram", "model", "cascade") for k in (2, 4))]
+ARMS = [
+    "plain",
+    "plain, exact",
+    "auto",
+    *(f"{drafter}, K={k}" for drafter in ("ngram", "model", "cascade") for k in (2, 4)),
+]
 
 
 def bench(bundle: Path, prompts: Path, *args: Any) -> str:
@@ -178,22 +197,25 @@ def bench(bundle: Path, prompts: Path, *args: Any) -> str:
 
 def test_bench_json(tiny_bundle: Path, prompts: Path) -> None:
     report = json.loads(bench(tiny_bundle, prompts, "--json"))
-    assert report["num_prompts"] == len(PROMPTS)
+    assert report["num_runs"] == len(PROMPTS)
     assert [arm["name"] for arm in report["arms"]] == ARMS
     for arm in report["arms"]:
         assert arm["name"] == "plain" or arm["identical"] == len(PROMPTS), arm
         assert arm["tokens_per_second"] > 0
         assert set(arm["speed_up_by_category"]) == {"fox", "code"}
         assert arm["mean_acceptance_length"] >= 1
-        assert arm["verify_cost"] is None if arm["k"] == 0 else arm["verify_cost"] > 0
+        assert arm["verify_cost"] > 0 if arm["k"] else arm["verify_cost"] is None
+        low, high = arm["speed_up_quartiles"]
+        assert low <= arm["speed_up"] <= high
+        assert bool(arm["sources"]) == (arm["name"] == "auto")
     assert report["arms"][0]["speed_up"] == 1
 
 
 def test_bench_text(tiny_bundle: Path, prompts: Path) -> None:
     head, asked, costs, header, *rows = bench(tiny_bundle, prompts).splitlines()
     assert head.startswith("llama int4, ") and "2 threads" in head
-    assert asked == f"{len(PROMPTS)} prompts, max_new_tokens {asked.split()[3][:-1]}, acceptance exact"
-    assert costs.startswith("one-row pass ") and "draft step c = " in costs
+    assert asked == f"{len(PROMPTS)} runs, max_new_tokens {asked.split()[3][:-1]}, acceptance exact"
+    assert costs.startswith("plain round ") and "draft step c = " in costs and "measured in short" in costs
     assert header.split()[:2] == ["tok/s", "ms/tok"] and header.endswith("same ids")
     assert [row[:14].strip() for row in rows[: len(ARMS)]] == ARMS
     # Plain decoding at its fastest has bits of its own, so its text may differ; all others agree.
@@ -201,6 +223,30 @@ def test_bench_text(tiny_bundle: Path, prompts: Path) -> None:
     assert [row.partition(":")[0] for row in rows[len(ARMS) : len(ARMS) + 2]] == ["choose", "same ids"]
     assert "category" in rows[len(ARMS) + 3]
     assert rows[len(ARMS) + 4].split() == ["fox", "code"]
+
+
+def test_bench_report(tiny_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    """A page, its figures, its plots, and a trace that replays."""
+    report, trace = tmp_path / "report", tmp_path / "trace.jsonl"
+    printed = bench(tiny_bundle, prompts, "--report", report, "--trace", trace, "--contexts", "40", "--repeats", 2)
+    assert "40 tokens" in printed and f"{2 * (len(PROMPTS) + 1)} runs" in printed
+    page = (report / "report.md").read_text()
+    assert printed.strip() in page and "| auto | " in page
+    plots = re.findall(r"\(([\w-]+\.png)\)", page)
+    assert len(plots) == 5 and all((report / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+    record = json.loads((report / "report.json").read_text())
+    assert set(record["predicted_speed_up"]) == set(ARMS[1:])
+    assert record["predicted_speed_up"]["plain, exact"] == 1
+    assert [request.category for request in read_trace(trace).requests] == [category for category, _ in PROMPTS]
+    script = Path(__file__).parents[1] / "scripts" / "replay.py"
+    replayed = subprocess.run([sys.executable, script, trace], check=True, capture_output=True, text=True).stdout
+    assert {"oracle", "auto", "cascade, K=8", "auto, all wrong"} <= {
+        line[:16].strip() for line in replayed.splitlines()
+    }
+    message = refused_by_cli("bench", tiny_bundle, "--prompts", prompts, "--report", report)
+    assert str(report) in message and "exists" in message
+    message = refused_by_cli("bench", tiny_bundle, "--prompts", prompts, "--contexts", "4000")
+    assert "4000 tokens" in message and "--max-length" in message
 
 
 def test_chat_forgets_the_oldest_turns_when_the_context_is_full(tiny_bundle: Path) -> None:
@@ -212,7 +258,7 @@ def test_chat_forgets_the_oldest_turns_when_the_context_is_full(tiny_bundle: Pat
 
 def test_help_and_version() -> None:
     stdout, _ = run("--help")
-    for command in ("export", "inspect", "generate", "chat", "bench"):
+    for command in ("export", "inspect", "tune", "generate", "chat", "bench"):
         assert f"  {command}" in stdout
         assert "Usage:" in run(command, "-h")[0]
     assert "0.1.0" in run("--version")[0]

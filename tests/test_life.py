@@ -25,8 +25,8 @@ from vocabularies import codec_of, fast, read_metadata
 from outrider.export import ExportOptions, export_bundle
 from outrider.export.checkpoint import TokenizerFiles, open_checkpoint
 from outrider.runtime import GenerationResult, Origin, OutriderError, Pipeline, SamplingOptions
-from outrider.runtime.bench import measure_costs
 from outrider.runtime.decode import decode
+from outrider.runtime.tuning import tune
 
 PROMPT = "the quick brown fox"
 TOKENS = 24
@@ -625,7 +625,7 @@ def test_measured_costs_leave_no_trace(tiny_pipeline: Pipeline) -> None:
     prompt = "one two three four five six seven eight nine ten"
     options = {"max_new_tokens": 10, "logprobs": 1}
     before = tiny_pipeline.generate(prompt, k=4, drafter="model", **options)
-    measure_costs(tiny_pipeline, [4])
+    tune(tiny_pipeline, short=True)
     after = tiny_pipeline.generate(prompt, k=4, drafter="model", **options)
     assert after.stats.num_cached_tokens == 0
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)

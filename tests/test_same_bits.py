@@ -105,7 +105,7 @@ class Outcome:
 
 
 def outcome(
-    pipeline: Pipeline, prompt: Prompt, options: SamplingOptions, drafter: str, k: int, **more: Any
+    pipeline: Pipeline, prompt: Prompt, options: SamplingOptions, drafter: str, k: int | None, **more: Any
 ) -> tuple[Outcome, DecodeStats]:
     streamed = []
     try:
@@ -124,7 +124,7 @@ def outcome(
     assert result.text == "".join(pieces)
     assert result.logprobs == (None if options.logprobs is None else logprobs)
     assert result.stats.num_output_tokens == len(tokens)
-    assert (result.drafter, result.k) == ((drafter, k) if k else ("none", 0))
+    assert (result.drafter, result.k) == (("none", 0) if k == 0 else (drafter, k))
     return Outcome(tokens, pieces, logprobs, result.text, result.finish_reason, result.seed), result.stats
 
 
@@ -223,7 +223,7 @@ def check_every_option(
     requests = {
         name: option_sets(vocab_size, likely_tokens(pipeline, prompt), budgets) for name, prompt in prompts.items()
     }
-    totals = {name: DecodeStats() for name in ("ngram", "model", "always wrong", "sometimes wrong")}
+    totals = {name: DecodeStats() for name in ("ngram", "model", "cascade", "always wrong", "sometimes wrong")}
     reasons: list[str] = []
 
     @settings(
@@ -247,11 +247,12 @@ def check_every_option(
         scripts: dict[str, Scripted | None] = {
             "ngram": None,
             "model": None,
+            "cascade": None,
             "always wrong": Scripted(plain.tokens, vocab_size, lambda position: True),
             "sometimes wrong": Scripted(plain.tokens, vocab_size, lambda position: position in wrong),
         }
         for drafter, script in scripts.items():
-            for k in TIERS:
+            for k in (*TIERS, None) if script is None else TIERS:
                 note(f"{drafter}, K = {k}")
                 with drafting(pipeline, script):
                     found, stats = outcome(pipeline, prompt, options, "ngram" if script else drafter, k)
