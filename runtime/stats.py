@@ -102,8 +102,11 @@ class DecodeStats:
 
     def chose(self, source: str, k: int, expected_tokens: float, expected_seconds: float, tokens: int) -> None:
         """A round of a controller's choosing, and what it committed."""
-        one = SourceStats({k: 1}, tokens, expected_tokens, expected_seconds)
-        self.sources.setdefault(source, SourceStats()).add(one)
+        stats = self.sources.setdefault(source, SourceStats())
+        stats.rounds_by_k[k] = stats.rounds_by_k.get(k, 0) + 1
+        stats.tokens += tokens
+        stats.expected_tokens += expected_tokens
+        stats.expected_seconds += expected_seconds
 
     def add(self, other: DecodeStats) -> None:
         """Sum another request's counters and seconds into these."""

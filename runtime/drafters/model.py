@@ -7,6 +7,7 @@ from contextlib import closing
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
 from outrider.runtime.accept import Draft
@@ -14,6 +15,8 @@ from outrider.runtime.choose import Logits, Row
 from outrider.runtime.drafters import Draw, ModelSource
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sequence import CachedModel
+
+_NO_TOKEN = -1e29  # a reduced head gives less to the tokens that it has not
 
 
 class DraftModel(ModelSource):
@@ -44,6 +47,7 @@ class ModelDrafter(DraftModel):
 
     def __init__(self, model: CachedModel) -> None:
         super().__init__(model)
+        self._ids: NDArray[np.int64] | None = None  # the tokens of a reduced head, or all
         self._work: Logits = np.empty(0, np.float32)
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
@@ -65,11 +69,14 @@ class ModelDrafter(DraftModel):
 
     def _probability(self, row: Row, token: int) -> float:
         assert not isinstance(row, np.int64)  # drawn on the host
-        if self._work.shape != row.shape:
-            self._work = np.empty_like(row)  # once: memory of this size comes page by page
-        np.subtract(row, row[int(row.argmax())], out=self._work)
+        if self._ids is None:
+            self._ids = np.flatnonzero(row > _NO_TOKEN)
+            self._work = np.empty(len(self._ids), np.float32)  # once: memory of this size comes page by page
+        np.take(row, self._ids, out=self._work, mode="clip")
+        best = self._work.max()
+        self._work -= best
         np.exp(self._work, out=self._work)
-        return float(self._work[token] / self._work.sum())
+        return float(np.exp(row[token] - best) / self._work.sum())
 
     def _steps(self, history: History, draw: Draw) -> Generator[tuple[Draft, Row], None, None]:
         start = len(history)
