@@ -65,6 +65,8 @@ def bench(
     for out in (report, trace):  # before the work
         if out is not None and (out.exists() or not out.parent.is_dir()):
             raise OutriderError(f"{out} exists, or there is no folder {out.parent}; give another place")
+    if acceptance != "exact" and (report or trace):
+        raise OutriderError(f"--report and --trace judge drafts by the exact rule, and --acceptance is {acceptance}")
     if report is not None:
         with options.extras("bench"):
             from outrider.cli.report import write_report
@@ -88,12 +90,12 @@ def bench(
         )
         traced = None
         if recorded:
-            traced = record_trace(pipeline, texts, options=settings, acceptance=acceptance, progress=step)
+            traced = record_trace(pipeline, texts, options=settings, progress=step)
+    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else table(found, pipeline))
     if traced is not None and trace is not None:
         write_trace(trace, traced)
     if traced is not None and report is not None:
         write_report(report, found, traced, table(found, pipeline))
-    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else table(found, pipeline))
 
 
 def table(report: BenchReport, pipeline: Pipeline) -> str:

@@ -65,6 +65,8 @@ def generate(
         for line in choices(result):
             click.echo(line, err=True)
     click.echo(summary(result), err=True)
+    if result.tuning and not result.tuning.startswith("tuned"):
+        click.echo(f"[K chosen by figures {result.tuning}]", err=True)
 
 
 @click.command()
@@ -134,13 +136,13 @@ def summary(result: GenerationResult) -> str:
 
 def choices(result: GenerationResult) -> list[str]:
     """A line for each source of drafts: how often it was chosen, with how many, and what was expected."""
-    lines = [f"[K chosen by figures {result.tuning}]"] if result.k is None else []
+    lines = []
     for source, stats in result.stats.sources.items():
         mean = sum(k * rounds for k, rounds in stats.rounds_by_k.items()) / stats.rounds
         tokens, milliseconds = stats.expected_tokens / stats.rounds, 1e3 * stats.expected_seconds / stats.rounds
         lines.append(
             f"[{source}: {stats.rounds} rounds, K = {mean:.1f}; {tokens:.2f} tokens in {milliseconds:.1f} ms expected, "
-            f"{stats.tokens / stats.rounds:.2f} came]"
+            f"{stats.tokens / stats.rounds:.2f} came; {stats.drafted} tokens drafted by the model]"
         )
     return lines
 

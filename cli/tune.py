@@ -31,8 +31,8 @@ def tune_command(bundle: Path, load: options.Load, as_json: bool) -> None:
         path = write_tuning(pipeline, tuning)
     except OSError as error:
         raise OutriderError(
-            f"{error.filename} cannot be written ({error.strerror}): these figures are not kept; make {bundle} "
-            "writable, or tune a copy"
+            f"{error.filename or bundle} cannot be written ({error.strerror}): these figures are not kept; "
+            f"make {bundle} writable, or tune a copy"
         ) from None
     click.echo(f"kept in {path}", err=as_json)
 

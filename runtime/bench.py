@@ -210,7 +210,7 @@ def run_bench(
     encoded = encode_all(pipeline, prompts, contexts, options.max_new_tokens)
     for number, prompt in enumerate(encoded * repeats):
         results: dict[str, tuple[Output, DecodeStats]] = {}
-        for arm in arms if number % 2 == 0 else reversed(arms):
+        for arm in arms if (number + number // len(encoded)) % 2 == 0 else reversed(arms):
             results[arm.name] = _decode_once(pipeline, arm, prompt.ids, options, acceptance)
             progress()
         reference = results[EXACT][0].tokens
@@ -230,10 +230,10 @@ def record_trace(
     prompts: Sequence[Prompt],
     *,
     options: SamplingOptions,
-    acceptance: str = "exact",
     progress: Callable[[], None] = lambda: None,
 ) -> Trace:
-    """What every source of drafts would propose at every position of the answers; ``progress`` is called once for each.
+    """What every source of drafts would propose at every position of the answers, and what the exact rule would make of
+    it; ``progress`` is called once for each.
 
     Raises:
         OutriderError: a prompt that the bundle does not take.
@@ -241,7 +241,7 @@ def record_trace(
     trace = Trace(pipeline.target_engine.device, pipeline.tuning.costs, [])
     for prompt in encode_all(pipeline, prompts, (), options.max_new_tokens):
         pipeline.clear_caches()
-        trace.requests.append(record(pipeline, *prompt, options, acceptance)[0])
+        trace.requests.append(record(pipeline, *prompt, options)[0])
         progress()
     pipeline.clear_caches()
     return trace

@@ -40,13 +40,15 @@ DEFAULT_PRIORS: Priors = {
 
 _TRUST = 1.0  # expected acceptances that a prior counts for,
 _MEMORY = 0.98  # what is left of a count with each draft token judged after it,
-_SURPRISE = 0.2  # share of the prior below which a draft that stands has all counts forgotten,
+_SURPRISE = 0.2  # share of the prior below which a draft that stands
+_DOUBTED = 0.5  # leaves so much of what was known,
 _CARRIED = 16.0  # and how many of them the next request still hears of
 _RATE_MEMORY = 0.95  # a round
 _SHARE_MEMORY = 0.98  # a draft token
 _HORIZON = 16  # rounds that pay for the draft model's catching up
 _PROBING = 0.0075  # share of the time that is spent on finding out whether the model pays again
 _MOST = 0.99  # probability that a draft token is ever given
+_RATIO = 8.0  # of seconds to those expected that is still believed
 _HOPELESS = 0.02  # probability of a chain of drafts that is not made longer
 
 
@@ -58,7 +60,7 @@ def classify(source: str, evidence: float) -> int:
 @dataclass(frozen=True)
 class Choice:
     """``source`` is None for plain decoding; ``tokens`` and ``seconds`` are what the round is expected to bring and
-    take, ``drafted`` the draft tokens that the model was asked for.
+    take, ``drafted`` the draft tokens that the model was asked for, verified or not, ``drafting`` the seconds of that.
     """
 
     source: str | None
@@ -66,6 +68,7 @@ class Choice:
     tokens: float
     seconds: float
     drafted: int = 0
+    drafting: float = 0.0
 
 
 class Drafting(NamedTuple):
@@ -114,8 +117,8 @@ class Acceptance:
     def judge(self, evidence: Sequence[float], accepted: int, refused: bool) -> None:
         """The first tokens stood; the next one was refused, or nothing is known of it."""
         for index, known in enumerate(evidence[: accepted + refused]):
-            if index < accepted and self._factor < _SURPRISE:  # the text is another one than before
-                self.accepted = self.expected = 0.0
+            if index < accepted and self._factor < _SURPRISE:  # perhaps the text is another one than before
+                self.expected *= _DOUBTED
             self.expected = self.expected * _MEMORY + self._base[classify(self.source, known)]
             self.accepted = self.accepted * _MEMORY + (index < accepted)
 
@@ -140,7 +143,8 @@ class Controller:
     def __post_init__(self) -> None:
         self.acceptance = {source: Acceptance(source, self.priors[source]) for source in SOURCES}
         self._tokens = self._seconds = 0.0
-        self._elapsed = self._probed = 0.0
+        self._credit = 0.0  # seconds that may be spent on probing
+        self._step_ratio = 1.0  # of the model's steps, measured to tabled
 
     def begin(self) -> None:
         for acceptance in self.acceptance.values():
@@ -154,6 +158,7 @@ class Controller:
         offers: Mapping[str, Sequence[float]],
         steps: Iterator[float] | None = None,
         lacking: int = 0,
+        tiers: Sequence[int] = (),
     ) -> Choice:
         """The round to run.
 
@@ -165,19 +170,26 @@ class Controller:
             steps: draws a token of the draft model and gives its evidence, one at a time, as far as it goes; None where
                 the model is not asked step by step.
             lacking: tokens that the draft model's cache lacks.
+            tiers: the only numbers of tokens that ``BLOCK`` drafts; empty for any.
         """
         rounds = self.costs.rounds(length)
         room = min(room, self.costs.largest_k)
         best = Choice(None, 0, 1.0, rounds[0])
         for source, evidence in offers.items():
-            drafting = self._drafting(length, lacking, room) if source == BLOCK else NO_DRAFTING
-            best = self._better(best, source, evidence[:room], rounds, drafting)
+            if source == BLOCK:
+                drafting = self._drafting(length, lacking, room)
+                best = self._better(best, source, evidence[:room], rounds, drafting, tiers)
+            else:
+                best = self._better(best, source, evidence[:room], rounds)
         if steps is not None and room:
             best = self._with_model(best, rounds, room, steps, self._drafting(length, lacking, room))
         elif BLOCK in offers and room and best.source != BLOCK:
-            probe = rounds[1] - rounds[0] + self.costs.draft_pass(lacking, length)
-            if self._may_probe(probe):
-                best = Choice(BLOCK, 1, 1 + self.acceptance[BLOCK].chance(1), rounds[0] + probe, 1)
+            k = min(tiers, default=1)
+            drafting = self._drafting(length, lacking, room)
+            seconds = rounds[min(k, len(rounds) - 1)] + drafting.first + (k - 1) * drafting.step
+            lost = seconds - best.seconds + (best.tokens - 1) / self._rate(rounds[0])
+            if k <= room and self._may_probe(lost):
+                best = Choice(BLOCK, k, 1 + self.acceptance[BLOCK].chance(1), seconds, k)
         return best
 
     def learn(self, choice: Choice, committed: int, judged: Mapping[str, tuple[Sequence[float], int, bool]]) -> None:
@@ -191,7 +203,12 @@ class Controller:
             self.acceptance[source].judge(evidence, accepted, refused)
         self._tokens = self._tokens * _RATE_MEMORY + committed
         self._seconds = self._seconds * _RATE_MEMORY + choice.seconds
-        self._elapsed += choice.seconds
+        self._credit += _PROBING * choice.seconds
+
+    def took(self, choice: Choice, seconds: float) -> None:
+        """How long the drafting of a choice really took: samplers, for one, add to the steps that were measured."""
+        found = self._step_ratio * min(_RATIO, max(1 / _RATIO, seconds / choice.drafting))
+        self._step_ratio = self._step_ratio * _RATE_MEMORY + found * (1 - _RATE_MEMORY)
 
     def _rate(self, plain: float) -> float:
         """Tokens per second of late, with a plain round before the first; never below plain decoding's."""
@@ -204,6 +221,7 @@ class Controller:
         evidence: Sequence[float],
         rounds: Sequence[float],
         drafting: Drafting = NO_DRAFTING,
+        tiers: Sequence[int] = (),
     ) -> Choice:
         """``best``, or the first so many tokens of ``evidence`` where that is worth more."""
         rate = self._rate(rounds[0])
@@ -212,22 +230,25 @@ class Controller:
         for k, standing in enumerate(accumulate(map(self.acceptance[source].chance, evidence), mul), start=1):
             tokens += standing
             seconds = rounds[k] + drafting.first + drafting.step * (k - 1)
+            if tiers and k not in tiers:
+                continue
             if tokens - rate * (seconds - drafting.invested) > worth:
                 worth = tokens - rate * (seconds - drafting.invested)
                 best = Choice(source, k, tokens, seconds, k if drafting.step else 0)
         return best
 
     def _drafting(self, length: int, lacking: int, room: int) -> Drafting:
-        first, step = self.costs.draft_pass(lacking, length), self.costs.draft_pass(1, length)
+        first, step, caught_up = (
+            self._step_ratio * self.costs.draft_pass(rows, length) for rows in (lacking, 1, min(lacking, 2))
+        )
         rounds = _HORIZON if room == self.costs.largest_k else room  # the request ends within the room
-        caught_up = self.costs.draft_pass(min(lacking, 2), length)
         return Drafting(first, step, max(0.0, first - caught_up) * (1 - 1 / max(1, rounds)))
 
     def _may_probe(self, seconds: float) -> bool:
-        """Whether the share of time for probing pays for these; if so, they are spent."""
-        if self._probed + seconds > _PROBING * self._elapsed:
+        """Whether the share of time for probing pays for these; if so, it is spent: it is saved for one probe only."""
+        if seconds > self._credit:
             return False
-        self._probed += seconds
+        self._credit = 0.0
         return True
 
     def _with_model(
@@ -268,4 +289,4 @@ class Controller:
         chosen = self._better(best, MODEL, evidence, rounds)
         if not evidence:
             return chosen
-        return Choice(chosen.source, chosen.k, chosen.tokens, chosen.seconds + spent, len(evidence))
+        return Choice(chosen.source, chosen.k, chosen.tokens, chosen.seconds + spent, len(evidence), spent)

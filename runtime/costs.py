@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 
 @dataclass(frozen=True, eq=False)  # compared, and hashed in every round, by identity
@@ -30,8 +31,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, table in (("verify", self.verify), ("draft", self.draft)):
-            if any(len(row) != len(self.lengths) or min(row) <= 0 for row in table):
+            if any(len(row) != len(self.lengths) or not all(0 < x < inf for x in row) for row in table):
                 raise ValueError(f"costs.{name} wants a time above 0 for each of {len(self.lengths)} lengths")
+        if not 0 <= self.round_host < inf or not 0 <= self.draft_host < inf:
+            raise ValueError("costs.round_host and draft_host must be 0 or more")
         if not self.verify or not self.lengths or len(self.draft) != len(self.draft_rows):
             raise ValueError("costs.verify, lengths or draft_rows is not whole")
         if list(self.lengths) != sorted(set(self.lengths)) or list(self.draft_rows) != sorted(set(self.draft_rows)):

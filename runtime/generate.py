@@ -185,8 +185,10 @@ class Pipeline:
             drafter: one of ``DRAFTERS``.
             k: None to have it chosen in each round, and who drafts among what ``drafter`` may ask.
             exact: False for passes at their fastest, whatever their bits.
-            controller: chooses in place of the pipeline's own.
+            controller: chooses in place of the pipeline's own, where K is None.
         """
+        if k is None and controller is None:
+            controller = self.prepare_controller()  # first: it may run passes, and write to the inputs of heads
         target, model = self.target, self.model_drafter
         if not exact:
             target = CachedModel(self.target_engine, 1, exact=False)
@@ -195,22 +197,24 @@ class Pipeline:
         if heads is not None and can_stay(request.chooser, request.rule):
             law = ResidentLaw(heads, request.chooser)
             if drafter in _WITH_MODEL and k != 0 and self.draft is not None and self.draft.engine.heads is heads:
-                model = ResidentPair(target, self.draft, law, lambda room: self.device_round(room if k is None else k))
+                rounds = lambda room: self.device_round(room if k is None else k)  # noqa: E731
+                model = ResidentPair(target, self.draft, law, rounds, self.tiers)
                 target = model.target
             else:
                 target = ResidentModel(target, law)
-        if k is None:
-            chosen = self._adaptive_drafter(drafter, model, request, controller or self.prepare_controller())
-            yield from decode(target, chosen, max(self.tiers), request)
+        if controller is None:
+            yield from decode(target, self.drafter(drafter, model), k or 0, request)
         else:
-            yield from decode(target, self.drafter(drafter, model), k, request)
+            chosen = self._adaptive_drafter(drafter, model, request, controller)
+            yield from decode(target, chosen, max(self.tiers), request)
 
     @property
     def tuning(self) -> Tuning:
         """What passes cost here: as ``outrider tune`` found, or measured in short when first asked for."""
-        if self._tuning is None:
-            found = read_tuning(self)
-            self._tuning = found if isinstance(found, Tuning) else tune(self, short=True, reason=found)
+        with self.lock:
+            if self._tuning is None:
+                found = read_tuning(self)
+                self._tuning = found if isinstance(found, Tuning) else tune(self, short=True, reason=found)
         return self._tuning
 
     def prepare_controller(self) -> Controller:

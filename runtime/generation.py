@@ -34,8 +34,8 @@ class GenerationResult:
     decoding's own (see ``engines/probe.py``).
 
     ``seed`` is the one that was used; None when decoding was greedy. ``k`` is None where it was chosen in each round,
-    by the figures that ``tuning`` names; ``stats.sources`` says what was chosen. ``logprobs`` has an entry for each
-    token, or is None when none were asked for.
+    by the figures that ``tuning`` names (None where no round ran); ``stats.sources`` says what was chosen. ``logprobs``
+    has an entry for each token, or is None when none were asked for.
     """
 
     text: str
@@ -79,6 +79,7 @@ class Generation:
         self._speculation = speculation
         self._streamed = 0
         self._cancelled = False
+        self._tuning: str | None = None
         self._tokens = self._run()
 
     def __iter__(self) -> Iterator[StreamedToken]:
@@ -112,7 +113,7 @@ class Generation:
             seed=None if chooser.options.greedy else chooser.seed,
             **vars(self._speculation),
             exactness=self._pipeline.exactness,
-            tuning=self._pipeline.tuning.origin if self._speculation.k is None else None,
+            tuning=self._tuning,
             stats=self._request.stats,
         )
 
@@ -122,9 +123,9 @@ class Generation:
         if output.finish_reason is not None:
             return
         tokens = pipeline.decode(self._request, self._speculation.drafter, self._speculation.k)
-        if self._speculation.k is None:
-            with pipeline.lock:
-                pipeline.prepare_controller()  # before the caches are this request's
+        if self._speculation.k is None and not self._cancelled:
+            pipeline.prepare_controller()  # before the caches are this request's
+            self._tuning = pipeline.tuning.origin
         pipeline.owner = self
         while not self._cancelled and (output.finish_reason is None or self._streamed < len(output.tokens)):
             position = self._streamed

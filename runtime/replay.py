@@ -88,7 +88,7 @@ def oracle_seconds(request: TracedRequest, costs: Costs) -> float:
         least[at] = rounds[0] + least[at + 1]
         for source, (evidence, accepted) in request.positions[at].items():
             for k in range(1, min(accepted, len(evidence), costs.largest_k, end - at - 1) + 1):
-                drafting = _drafting_seconds(costs, k, 2, length) if source in _DRAWN else 0.0
+                drafting = _drafting_seconds(costs, k, 1, length) if source in _DRAWN else 0.0
                 least[at] = min(least[at], rounds[k] + drafting + least[at + k + 1])
     return least[0]
 

@@ -112,11 +112,18 @@ class ResidentPair(ModelSource):
 
     Args:
         rounds: a round over the engines of the two models that drafts at least so many tokens.
+        tiers: the numbers of tokens that there are rounds for.
     """
 
     def __init__(
-        self, target: CachedModel, draft: CachedModel, law: ResidentLaw, rounds: Callable[[int], DeviceRound]
+        self,
+        target: CachedModel,
+        draft: CachedModel,
+        law: ResidentLaw,
+        rounds: Callable[[int], DeviceRound],
+        tiers: Sequence[int],
     ) -> None:
+        self.tiers = tiers
         self.target = _VerifiedModel(target, law)
         self._draft = ResidentModel(draft, law)
         self._law = law

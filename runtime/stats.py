@@ -9,6 +9,8 @@ from itertools import zip_longest
 from time import perf_counter
 from typing import Any, Protocol
 
+from outrider.runtime.controller import Choice
+
 
 class Timed(Protocol):
     """Something whose seconds are counted."""
@@ -28,10 +30,12 @@ class Worker(Timed, Protocol):
 class SourceStats:
     """Rounds in which a controller chose one source of drafts: how many with each K, and what it expected of them.
 
-    ``expected_tokens`` and ``expected_seconds`` are sums over the rounds, as ``tokens`` is of what they committed.
+    ``expected_tokens`` and ``expected_seconds`` are sums over the rounds, as ``tokens`` is of what they committed;
+    ``drafted`` counts the tokens that the model drafted in them, verified or not.
     """
 
     rounds_by_k: dict[int, int] = field(default_factory=dict)
+    drafted: int = 0
     tokens: int = 0
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
@@ -43,6 +47,7 @@ class SourceStats:
     def add(self, other: SourceStats) -> None:
         for k, rounds in other.rounds_by_k.items():
             self.rounds_by_k[k] = self.rounds_by_k.get(k, 0) + rounds
+        self.drafted += other.drafted
         self.tokens += other.tokens
         self.expected_tokens += other.expected_tokens
         self.expected_seconds += other.expected_seconds
@@ -56,7 +61,8 @@ class DecodeStats:
     ``num_spec_steps`` are rounds, those with nothing drafted included; ``acceptance_histogram[a]`` counts the rounds in
     which a draft tokens were accepted. ``num_cached_tokens`` are prompt tokens that were in the cache already. The
     draft model's own prefill is part of the first round: it is a cost of speculation. ``choose_seconds`` is time of
-    rounds spent on choosing, for drafts too. ``sources`` says what a controller chose, by source of drafts.
+    rounds spent on choosing, for drafts too. ``sources`` says what a controller chose, by source of drafts; drafts that
+    it did not have verified are in no other counter.
     """
 
     num_prompt_tokens: int = 0
@@ -100,13 +106,14 @@ class DecodeStats:
         self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[accepted] += 1
 
-    def chose(self, source: str, k: int, expected_tokens: float, expected_seconds: float, tokens: int) -> None:
-        """A round of a controller's choosing, and what it committed."""
-        stats = self.sources.setdefault(source, SourceStats())
-        stats.rounds_by_k[k] = stats.rounds_by_k.get(k, 0) + 1
-        stats.tokens += tokens
-        stats.expected_tokens += expected_tokens
-        stats.expected_seconds += expected_seconds
+    def chose(self, choice: Choice, proposed: int, committed: int) -> None:
+        """A round of a controller's choosing, how many drafts were verified, and what it committed."""
+        stats = self.sources.setdefault(choice.source or "plain", SourceStats())
+        stats.rounds_by_k[proposed] = stats.rounds_by_k.get(proposed, 0) + 1
+        stats.drafted += choice.drafted
+        stats.tokens += committed
+        stats.expected_tokens += choice.tokens
+        stats.expected_seconds += choice.seconds
 
     def add(self, other: DecodeStats) -> None:
         """Sum another request's counters and seconds into these."""

@@ -88,7 +88,7 @@ class RecordingDrafter(Drafter):
             self.model.begin()
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
-        proposals = self.lookups.propose(history.tokens, k)
+        proposals = self.lookups.propose(history, k)
         if self.stepwise and isinstance(self.model, ModelDrafter):
             with closing(self.model.steps(history, draw)) as steps:
                 drawn = [(draft.token, known) for draft, known in islice(steps, k)]
@@ -116,10 +116,9 @@ def record(
     category: str,
     prompt: Sequence[int],
     options: SamplingOptions,
-    acceptance: str = "exact",
 ) -> tuple[TracedRequest, DecodeStats]:
     """Decode a prompt plainly, and note at every position what the bundle's drafters have to say."""
-    request = pipeline.new_request(prompt, options, acceptance)
+    request = pipeline.new_request(prompt, options)
     drafter = RecordingDrafter(pipeline.lookups, pipeline.model_drafter, pipeline.drafts_freely(request))
     for _ in decode(pipeline.target, drafter, max(pipeline.tiers), request):
         pass
@@ -136,9 +135,12 @@ def count_priors(requests: Iterable[TracedRequest]) -> Priors:
             left = len(request.positions) - index
             for source, (evidence, accepted) in proposals.items():
                 for place, known in enumerate(evidence[: min(accepted + 1, left)]):
-                    count = counts[source][classify(source, known)]
-                    count[0] += place < accepted
-                    count[1] += 1
+                    classes = [counts[source][classify(source, known)]]
+                    if source == MODEL:  # for rules under which it is not asked step by step
+                        classes.append(counts[BLOCK][classify(BLOCK, place + 1)])
+                    for count in classes:
+                        count[0] += place < accepted
+                        count[1] += 1
     return {source: [(stood, judged) for stood, judged in classes] for source, classes in counts.items()}
 
 
@@ -153,8 +155,8 @@ def read_trace(path: Path) -> Trace:
     """Raises OutriderError: no such file, another version, or a line that is no request (with its number)."""
     if not path.is_file():
         raise OutriderError(f"{path} does not exist; record one with `outrider bench --trace {path}`")
-    first, *rest = path.read_text(encoding="utf-8").splitlines() or [""]
     try:
+        first, *rest = path.read_text(encoding="utf-8").splitlines() or [""]
         head = json.loads(first)
         found = head["format"], head["version"]
     except (ValueError, KeyError, TypeError):
@@ -172,6 +174,9 @@ def read_trace(path: Path) -> Trace:
             trace.requests.append(_read_request(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OutriderError(f"{path}, line {number}: no traced request ({error}); record it again") from None
+    drawn = any({MODEL, BLOCK} & entry.keys() for request in trace.requests for entry in request.positions)
+    if drawn and not trace.costs.draft:
+        raise OutriderError(f"{path} has drafts of a model and no costs of them; record it again")
     if not trace.requests:
         raise OutriderError(f"{path} holds no request; record it again")
     return trace

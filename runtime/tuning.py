@@ -10,6 +10,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 
 from outrider.engines.bundle import ENGINES, Bundle
 from outrider.engines.engine import PREFILL_CHUNK, Engine
+from outrider.engines.errors import OutriderError
 from outrider.runtime.controller import DEFAULT_PRIORS, EDGES, Controller, Priors
 from outrider.runtime.costs import Costs
 from outrider.runtime.sampling.options import SamplingOptions
@@ -39,8 +41,8 @@ _SHORT_LENGTH = 128
 _DRAFT_ROWS = (1, 2, 4, 16, 64, PREFILL_CHUNK)
 _DRAFT_STEPS = 3  # in a row, as rounds have them: the first finds its weights out of the cache
 _REPEATS = 9
-_SECONDS = {"full": 40.0, "short": 1.0}  # of passes, but each is run once at least
-_TOKENS = {"full": 48, "short": 12}  # decoded for the host's part
+_SECONDS = {"full": 30.0, "short": 0.6}  # of passes, but each is run once at least
+_TOKENS = {"full": 48, "short": 8}  # decoded for the host's part
 # Of several kinds, so that drafts of every source stand and fall.
 _PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -90,13 +92,19 @@ def tune(
         progress: told what is being measured, and the share of the whole that is.
     """
     kind = "short" if short else "full"
+    pipeline.clear_caches()  # first: passes overwrite what was there, and may be interrupted
     samples = _time_passes(pipeline, short, _SECONDS[kind], progress)
-    pipeline.clear_caches()  # what was there is overwritten
     costs = _costs(pipeline, samples)
-    recorded, costs = _try_drafts(pipeline, costs, _PROMPTS[:1] if short else _PROMPTS, _TOKENS[kind], progress)
-    priors = DEFAULT_PRIORS if short else _pooled(count_priors(recorded))
+    priors = DEFAULT_PRIORS
+    try:
+        recorded, costs = _try_drafts(pipeline, costs, _PROMPTS[:1] if short else _PROMPTS, _TOKENS[kind], progress)
+    except OutriderError as error:  # a draft model that gives no numbers must not stop those who do not ask it
+        reason = "; ".join(part for part in (reason, f"without drafts: {error}") if part)
+    else:
+        priors = priors if short else _pooled(count_priors(recorded))
     pipeline.clear_caches()
-    origin = f"measured in short ({reason})" if short else f"tuned {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    origin = "measured in short" if short else f"tuned {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    origin = f"{origin} ({reason})" if reason else origin
     return Tuning(costs, priors, origin, samples)
 
 
@@ -113,6 +121,8 @@ def _time_passes(
     if draft is not None:
         sizes = _DRAFT_ROWS[:: 2 if short else 1]
         jobs += [(f"draft {rows}", draft.engine, rows, 1, _DRAFT_STEPS if rows == 1 else 1) for rows in sizes]
+    for engine in {id(job[1]): job[1] for job in jobs}.values():
+        _fill(engine, lengths[-1])
     samples: dict[str, dict[str, list[float]]] = {job[0]: {} for job in jobs}
     start = perf_counter()
     rounds = [(repeat, length) for repeat in range(_REPEATS + 1) for length in lengths]
@@ -127,6 +137,14 @@ def _time_passes(
                 samples[name].setdefault(str(length), []).append(seconds)
         progress("passes", 0.6 * (number + 1) / len(rounds))
     return samples
+
+
+def _fill(engine: Engine, length: int) -> None:
+    """Write the cache once: memory that never was written to is read faster than any other."""
+    for start in range(0, length, PREFILL_CHUNK):
+        rows = min(PREFILL_CHUNK, engine.info.capacity - start)
+        if rows > 0:
+            _time_pass(engine, rows, 1, start, 1)
 
 
 def _time_pass(engine: Engine, rows: int, logit_rows: int, length: int, steps: int) -> float:
@@ -145,11 +163,11 @@ def _try_drafts(
     pipeline: Pipeline, costs: Costs, prompts: Sequence[str], tokens: int, progress: Progress
 ) -> tuple[list[TracedRequest], Costs]:
     """What would have stood of all drafts for these prompts, and the host's part of rounds and draft steps."""
-    chat, longest = pipeline.bundle.chat_template is not None, pipeline.manifest.max_length
+    longest = pipeline.manifest.max_length
     requests, plain, recorded, adaptive = [], DecodeStats(), DecodeStats(), DecodeStats()
     options = SamplingOptions(max_new_tokens=tokens, ignore_eos=True)
     for number, prompt in enumerate(prompts):
-        ids = pipeline.codec.encode([{"role": "user", "content": prompt}] if chat else prompt)[: longest // 2]
+        ids = _encode(pipeline, prompt)[: longest // 2]
         traced, stats = record(pipeline, str(number), "", ids, options)
         requests.append(traced)
         recorded.add(stats)
@@ -166,6 +184,14 @@ def _try_drafts(
     steps = adaptive.draft_steps / max(1, adaptive.num_spec_steps)
     round_host = max(plain.host_microseconds_per_round, adaptive.host_microseconds_per_round - steps * step)
     return requests, replace(costs, round_host=1e-6 * round_host, draft_host=1e-6 * step)
+
+
+def _encode(pipeline: Pipeline, prompt: str) -> list[int]:
+    """As a chat message where the template takes it, else as it is."""
+    if pipeline.bundle.chat_template is not None:
+        with suppress(OutriderError):
+            return pipeline.codec.encode([{"role": "user", "content": prompt}])
+    return pipeline.codec.encode(prompt)
 
 
 def _pooled(counted: Priors) -> Priors:
@@ -193,7 +219,7 @@ def _costs(pipeline: Pipeline, samples: Mapping[str, Mapping[str, Sequence[float
         else:
             columns = zip(*(medians[f"verify {other}"] for other in sorted(timed)), strict=True)
             verify.append(tuple(float(np.interp(k, sorted(timed), column)) for column in columns))
-    draft = {int(name.split()[1]): times for name, times in medians.items() if name.startswith("draft")}
+    draft = {int(name.split()[1]): times for name, times in medians.items() if name.startswith("draft") and times}
     # A draft may have fewer positions than the target: behind them it is not asked.
     rows = tuple(sorted(draft))
     filled = tuple((*draft[count], *[draft[count][-1]] * (len(lengths) - len(draft[count]))) for count in rows)
@@ -240,7 +266,7 @@ def read_tuning(pipeline: Pipeline) -> Tuning | str:
         others = sorted(path.parent.glob("*.json"))
         if others:
             return f"{path.parent} holds no figures of this device ({device}), only of others; {again}"
-        return "not tuned"
+        return f"not tuned: run `outrider tune {pipeline.bundle.folder}`"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         found = record["format"], record["version"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from outrider.engines.errors import OutriderError
 from outrider.runtime.controller import Controller
 from outrider.runtime.replay import ASKED, oracle_seconds, replay, replay_fixed
 from outrider.runtime.trace import Trace, Traced, TracedRequest, count_priors, read_trace
@@ -25,7 +26,10 @@ from outrider.runtime.trace import Trace, Traced, TracedRequest, count_priors, r
 @click.option("--drafter", type=click.Choice(list(ASKED)), default="cascade", show_default=True)
 def main(traces: tuple[Path, ...], drafter: str) -> None:
     for path in traces:
-        trace = read_trace(path)
+        try:
+            trace = read_trace(path)
+        except OutriderError as error:
+            raise click.ClickException(str(error)) from None
         categories = sorted({request.category for request in trace.requests})
         click.echo(f"{path}: {len(trace.requests)} requests, {trace.device}")
         click.echo(" " * 16 + "".join(f"{name:>11}" for name in ["all", *categories]))

@@ -22,7 +22,10 @@ from refusals import cli
 from outrider.runtime import OutriderError, Pipeline, SamplingOptions
 from outrider.runtime.accept import Draft
 from outrider.runtime.choose import TokenLogprobs
+from outrider.runtime.controller import LOOKUP
 from outrider.runtime.drafters import Drafter, Draw
+from outrider.runtime.drafters.adaptive import Lookups, Proposal
+from outrider.runtime.drafters.ngram import LONGEST_MATCH
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sampling.options import Processor
 from outrider.runtime.stats import DecodeStats
@@ -82,12 +85,25 @@ class Scripted(Drafter):
         ]
 
 
+class ScriptedLookups(Lookups):
+    """The same for a controller, which is told that they are likely to stand."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(None)
+        self._drafter = drafter
+
+    def propose(self, history: History, k: int) -> dict[str, Proposal]:
+        tokens = [draft.token for draft in self._drafter.propose(history, k, lambda row: Draft(0))]
+        return {LOOKUP: Proposal(tokens, [LONGEST_MATCH] * len(tokens))}
+
+
 @contextmanager
 def drafting(pipeline: Pipeline, drafter: Drafter | None) -> Iterator[None]:
     """``drafter`` in the place of the n-gram drafter."""
     with pytest.MonkeyPatch.context() as patch:
         if drafter is not None:
             patch.setattr(pipeline, "_ngram_drafter", drafter)
+            patch.setattr(pipeline, "lookups", ScriptedLookups(drafter))
         yield
 
 
@@ -168,7 +184,7 @@ def option_sets(
     if chance(draw, 8):
         every = st.integers(2, 20).map(lambda step: range(0, vocab_size, step))
         options["allowed_token_ids"] = draw(every | st.sets(tokens, min_size=1, max_size=20).map(sorted))
-    if chance(draw, 5):
+    if chance(draw, 4):
         options |= draw(st.sampled_from(GRAMMARS))
     if chance(draw, 2):
         options["logprobs"] = draw(st.integers(0, 5))
@@ -216,7 +232,7 @@ def likely_tokens(pipeline: Pipeline, prompt: Prompt) -> list[int]:
 
 
 def check_every_option(
-    pipeline: Pipeline, prompts: dict[str, Prompt], budgets: st.SearchStrategy[int], examples: int, ends: set[str]
+    pipeline: Pipeline, prompts: dict[str, Prompt], budgets: st.SearchStrategy[int], examples: int
 ) -> dict[str, DecodeStats]:
     """Random requests, each by every drafter at every K; returns what each drafter proposed in all."""
     vocab_size = pipeline.manifest.target.vocab_size
@@ -252,7 +268,7 @@ def check_every_option(
             "sometimes wrong": Scripted(plain.tokens, vocab_size, lambda position: position in wrong),
         }
         for drafter, script in scripts.items():
-            for k in (4, None) if drafter == "cascade" else TIERS:
+            for k in (4, None) if drafter == "cascade" else (*TIERS, None):
                 note(f"{drafter}, K = {k}")
                 with drafting(pipeline, script):
                     found, stats = outcome(pipeline, prompt, options, "ngram" if script else drafter, k)
@@ -260,7 +276,7 @@ def check_every_option(
                 totals[drafter].add(stats)
 
     check()
-    assert ends <= set(reasons), "an end that no request came to"
+    assert {"eos", "stop", "grammar", "length"} <= set(reasons), "an end that no request came to"
     return totals
 
 
@@ -273,13 +289,12 @@ def assert_drafts_of_both_kinds(totals: dict[str, DecodeStats]) -> None:
 
 def test_every_option_on_a_real_model(smollm2_pair: Pipeline) -> None:
     budgets = st.sampled_from([1, 2, 3, 4, 4, 10])
-    assert_drafts_of_both_kinds(check_every_option(smollm2_pair, PROMPTS, budgets, 60, {"eos", "stop", "length"}))
+    assert_drafts_of_both_kinds(check_every_option(smollm2_pair, PROMPTS, budgets, examples=60))
 
 
 def test_every_option_on_a_tiny_model(tiny_pipeline: Pipeline) -> None:
     """More of them, and longer: logits near each other, text of half characters, many ends."""
-    ends = {"eos", "stop", "grammar", "length"}
-    assert_drafts_of_both_kinds(check_every_option(tiny_pipeline, SHORT_PROMPTS, st.integers(0, 60), 300, ends))
+    assert_drafts_of_both_kinds(check_every_option(tiny_pipeline, SHORT_PROMPTS, st.integers(0, 60), examples=300))
 
 
 FOX = "the quick brown fox"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from refusals import cli, refused, refused_by_cli
 
@@ -64,7 +65,44 @@ def test_figures_in_json(tuned: Path, tmp_path: Path) -> None:
 def test_without_figures_a_short_version_is_measured(tiny_bundle: Path) -> None:
     pipeline = Pipeline.load(tiny_bundle, threads=THREADS)
     assert pipeline.generate("a", k=2, max_new_tokens=2).tuning is None
-    assert pipeline.generate("a", max_new_tokens=2).tuning == "measured in short (not tuned)"
+    assert (
+        pipeline.generate("a", max_new_tokens=2).tuning
+        == f"measured in short (not tuned: run `outrider tune {tiny_bundle}`)"
+    )
+
+
+def test_an_interrupted_measurement_leaves_no_trace(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the caches held is overwritten, and must not be taken for what they hold."""
+    pipeline = Pipeline.load(tiny_bundle, threads=THREADS)
+    prompt = "one two three four five six seven eight nine ten"
+    before = pipeline.generate(prompt, k=0, max_new_tokens=5, logprobs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.runtime.tuning._costs", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.generate(prompt, max_new_tokens=5)
+    after = pipeline.generate(prompt, k=0, max_new_tokens=5, logprobs=1)
+    assert (after.token_ids, after.logprobs, after.stats.num_cached_tokens) == (before.token_ids, before.logprobs, 0)
+
+
+def test_nothing_is_measured_for_nothing(tiny_bundle: Path) -> None:
+    """A request without a round, or cancelled before it ran, leaves a running one alone."""
+    pipeline = Pipeline.load(tiny_bundle, threads=THREADS)
+    running = pipeline.stream("the quick brown fox", k=0, max_new_tokens=6)
+    next(iter(running))
+    assert pipeline.generate("a", max_new_tokens=0).tuning is None
+    cancelled = pipeline.stream("a", max_new_tokens=5)
+    cancelled.cancel()
+    assert cancelled.result().tuning is None
+    assert len(running.result().token_ids) == 6
+
+
+def test_a_draft_that_gives_no_numbers_does_not_stop_others(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline.load(tiny_bundle, threads=THREADS)
+    assert pipeline.draft is not None
+    original = pipeline.draft.extend
+    monkeypatch.setattr(pipeline.draft, "extend", lambda tokens, rows: original(tokens, rows) * np.float32("nan"))
+    result = pipeline.generate("the quick brown fox", drafter="ngram", max_new_tokens=5)
+    assert result.tuning is not None and "without drafts: the draft model gives no numbers" in result.tuning
 
 
 def test_figures_of_other_threads_are_others(tuned: Path) -> None:
@@ -83,6 +121,8 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "text": (lambda record: record["costs"]["verify"][0].__setitem__(0, "fast"), "damaged"),
     "lengths": (lambda record: record["costs"].update(lengths=[64]), "damaged"),
     "tiers": (lambda record: record["costs"]["verify"].pop(), "of other tiers"),
+    "no numbers": (lambda record: record["costs"]["verify"][0].__setitem__(0, float("nan")), "damaged"),
+    "host": (lambda record: record["costs"].update(round_host=-1.0), "damaged"),
     "priors": (lambda record: record["priors"]["lookup"].pop(), "damaged"),
     "more stood than were judged": (lambda record: record["priors"].update(table=[[2, 1], [0, 0]]), "damaged"),
 }
@@ -160,6 +200,7 @@ REQUEST = {"id": "a", "category": "b", "num_prompt_tokens": 3, "positions": [{"l
         ([HEAD, REQUEST | {"positions": [{"lookup": [[2], 3]}]}], ["line 2", "lookup 3 of 1"]),
         ([HEAD, REQUEST | {"positions": [{"oracle": [[2], 0]}]}], ["line 2", "oracle"]),
         ([HEAD, REQUEST | {"positions": 7}], ["line 2"]),
+        ([HEAD, REQUEST | {"positions": [{"model": [[0.5], 1]}]}], ["no costs"]),
     ],
 )
 def test_a_trace_that_cannot_be_read(lines: list[Any], words: list[str], tmp_path: Path) -> None:
@@ -167,6 +208,11 @@ def test_a_trace_that_cannot_be_read(lines: list[Any], words: list[str], tmp_pat
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     message = refused(lambda: read_trace(path))
     assert str(path) in message and all(word in message for word in words)
+
+
+def test_a_trace_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(b"\xff\xfe")
+    assert "line 1" in refused(lambda: read_trace(tmp_path / "trace"))
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path) -> None:

@@ -37,7 +37,12 @@ class Drafter(ABC):
 
 
 class ModelSource(Drafter):
-    """A drafter with a model, whose cache may lack tokens."""
+    """A drafter with a model, whose cache may lack tokens.
+
+    ``tiers`` are the only numbers of tokens that it drafts, empty for any.
+    """
+
+    tiers: Sequence[int] = ()
 
     @abstractmethod
     def lacking(self, history: History) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from time import perf_counter
 from typing import NamedTuple
 
 from outrider.engines.next_tokens import NextTokens
@@ -33,8 +34,9 @@ class Lookups:
     def begin(self) -> None:
         self._text.begin()
 
-    def propose(self, tokens: Sequence[int], k: int) -> dict[str, Proposal]:
+    def propose(self, history: History, k: int) -> dict[str, Proposal]:
         found: dict[str, Proposal] = {}
+        tokens = history.tokens
         match = self._text.match(tokens)
         if match is not None:
             # Where the first tokens stand, the next ones follow a longer agreement.
@@ -74,6 +76,7 @@ class AdaptiveDrafter(Drafter):
         self._stats = stats
         self._choice: Choice | None = None
         self._proposals: Mapping[str, Proposal] = {}
+        self._proposed = 0
 
     @property
     def passes(self) -> int:
@@ -90,7 +93,7 @@ class AdaptiveDrafter(Drafter):
                 source.begin()
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
-        proposals = self._lookups.propose(history.tokens, k) if self._lookups else {}
+        proposals = self._lookups.propose(history, k) if self._lookups else {}
         offers: dict[str, Sequence[float]] = {source: proposal.evidence for source, proposal in proposals.items()}
         lacking = self._model.lacking(history) if self._model else 0
         choose, length = self._controller.choose, len(history) - 1
@@ -98,21 +101,26 @@ class AdaptiveDrafter(Drafter):
         if self._steps is not None:
             drawn: list[Draft] = []
             evidence: list[float] = []
+            start = perf_counter()
             with closing(self._steps.steps(history, draw)) as steps:
                 choice = choose(length, k, offers, _drawn(steps, drawn, evidence), lacking)
+            if drawn:
+                self._controller.took(choice, perf_counter() - start)
             proposals[MODEL] = Proposal([draft.token for draft in drawn], evidence)
             drafts = drawn
         else:
             if self._model is not None:
                 offers[BLOCK] = range(1, k + 1)
-            choice = choose(length, k, offers, lacking=lacking)
+            choice = choose(length, k, offers, None, lacking, self._model.tiers if self._model else ())
             if choice.source == BLOCK and self._model is not None:
                 drafts = self._model.propose(history, choice.k, draw)
-                proposals[BLOCK] = Proposal([draft.token for draft in drafts], range(1, len(drafts) + 1))
-        self._choice, self._proposals = choice, proposals
+                # Tokens that it had not are as good as refused.
+                proposals[BLOCK] = Proposal([draft.token for draft in drafts], range(1, choice.k + 1))
         if choice.source in (LOOKUP, TABLE):
             drafts = [Draft(token) for token in proposals[choice.source].tokens]
-        return drafts[: choice.k]
+        drafts = drafts[: choice.k]
+        self._choice, self._proposals, self._proposed = choice, proposals, len(drafts)
+        return drafts
 
     def learn(self, history: History, committed: int) -> None:
         choice, self._choice = self._choice, None
@@ -122,9 +130,9 @@ class AdaptiveDrafter(Drafter):
         judged = {}
         for source, (tokens, evidence) in self._proposals.items():
             accepted = agreement(tokens, text)
-            judged[source] = evidence, accepted, accepted < min(len(tokens), committed)
+            judged[source] = evidence, accepted, accepted < min(len(evidence), committed)
         self._controller.learn(choice, committed, judged)
-        self._stats.chose(choice.source or "plain", choice.k, choice.tokens, choice.seconds, committed)
+        self._stats.chose(choice, self._proposed, committed)
 
 
 def _drawn(steps: Iterator[tuple[Draft, float]], drawn: list[Draft], evidence: list[float]) -> Iterator[float]:
