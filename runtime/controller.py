@@ -48,6 +48,8 @@ _SHARE_MEMORY = 0.98  # a draft token
 _HORIZON = 16  # rounds that pay for the draft model's catching up
 _PROBING = 0.0075  # share of the time that is spent on finding out whether the model pays again
 _MOST = 0.99  # probability that a draft token is ever given
+_PACE_TRUST = 8.0  # passes that the pace of all others counts for,
+_PACE_MEMORY = 0.98  # and what is left of a pass with each one after it
 _RATIO = 8.0  # of seconds to those expected that is still believed
 _HOPELESS = 0.02  # probability of a chain of drafts that is not made longer
 
@@ -82,6 +84,29 @@ class Drafting(NamedTuple):
 
 
 NO_DRAFTING = Drafting(0.0, 0.0, 0.0)
+
+
+@dataclass
+class Pace:
+    """How long passes take by K, next to the costs: a measurement ahead was of another hour, and of passes in a row."""
+
+    largest_k: int
+
+    def __post_init__(self) -> None:
+        self._sums = [0.0] * (self.largest_k + 1)
+        self._counts = [0.0] * (self.largest_k + 1)
+        self._all = 1.0
+
+    def saw(self, k: int, ratio: float) -> None:
+        ratio = min(_RATIO, max(1 / _RATIO, ratio))
+        self._all = self._all * _PACE_MEMORY + ratio * (1 - _PACE_MEMORY)
+        self._sums[k] = self._sums[k] * _PACE_MEMORY + ratio
+        self._counts[k] = self._counts[k] * _PACE_MEMORY + 1
+
+    def ratios(self) -> list[float]:
+        """By K; of one that was not run of late, as all others'."""
+        found = zip(self._sums, self._counts, strict=True)
+        return [(_PACE_TRUST * self._all + total) / (_PACE_TRUST + count) for total, count in found]
 
 
 @dataclass
@@ -142,6 +167,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.acceptance = {source: Acceptance(source, self.priors[source]) for source in SOURCES}
+        self._pace = Pace(self.costs.largest_k)
+        self._tabled: Sequence[float] = ()  # seconds of verify passes at the length of the last choice
         self._tokens = self._seconds = 0.0
         self._credit = 0.0  # seconds that may be spent on probing
         self._step_ratio = 1.0  # of the model's steps, measured to tabled
@@ -172,7 +199,7 @@ class Controller:
             lacking: tokens that the draft model's cache lacks.
             tiers: the only numbers of tokens that ``BLOCK`` drafts; empty for any.
         """
-        rounds = self.costs.rounds(length)
+        rounds = self._rounds(length)
         room = min(room, self.costs.largest_k)
         best = Choice(None, 0, 1.0, rounds[0])
         for source, evidence in offers.items():
@@ -192,13 +219,22 @@ class Controller:
                 best = Choice(BLOCK, k, 1 + self.acceptance[BLOCK].chance(1), seconds, k)
         return best
 
-    def learn(self, choice: Choice, committed: int, judged: Mapping[str, tuple[Sequence[float], int, bool]]) -> None:
+    def learn(
+        self,
+        choice: Choice,
+        committed: int,
+        judged: Mapping[str, tuple[Sequence[float], int, bool]],
+        seconds: float | None = None,
+    ) -> None:
         """What became of a round.
 
         Args:
             judged: by source the evidence for its tokens, how many of them the text went on with, and whether it went
                 on otherwise behind them; also of proposals that were not verified.
+            seconds: of the verify pass, where there is a clock.
         """
+        if seconds is not None:
+            self._pace.saw(choice.k, seconds / self._tabled[choice.k])
         for source, (evidence, accepted, refused) in judged.items():
             self.acceptance[source].judge(evidence, accepted, refused)
         self._tokens = self._tokens * _RATE_MEMORY + committed
@@ -209,6 +245,12 @@ class Controller:
         """How long the drafting of a choice really took: samplers, for one, add to the steps that were measured."""
         found = self._step_ratio * min(_RATIO, max(1 / _RATIO, seconds / choice.drafting))
         self._step_ratio = self._step_ratio * _RATE_MEMORY + found * (1 - _RATE_MEMORY)
+
+    def _rounds(self, length: int) -> list[float]:
+        """Seconds of rounds with 0, 1, .. drafts, drafting left out, as they are of late."""
+        host = self.costs.round_host
+        self._tabled = [seconds - host for seconds in self.costs.rounds(length)]
+        return [host + ratio * seconds for ratio, seconds in zip(self._pace.ratios(), self._tabled, strict=True)]
 
     def _rate(self, plain: float) -> float:
         """Tokens per second of late, with a plain round before the first; never below plain decoding's."""

@@ -55,6 +55,7 @@ def decode(target: CachedModel, drafter: Drafter, k: int, request: Request) -> I
             room = min(k, output.remaining - 1)
             drafts: Sequence[Draft] = drafter.propose(history, room, draw) if room > 0 else ()
             # Verify the last committed token and the drafts in one pass.
+            verifying = target.seconds
             rows = target.extend([history.tokens[-1], *(draft.token for draft in drafts)], len(drafts) + 1)
             # Accept and commit, token by token, as far as the request goes.
             before = len(output.tokens)
@@ -66,7 +67,7 @@ def decode(target: CachedModel, drafter: Drafter, k: int, request: Request) -> I
             # Drafts behind the end of the request do not exist, and are not counted.
             judged = len(drafts) if running else min(len(drafts), committed)
             stats.count(committed, proposed=judged, accepted=accepted)
-            drafter.learn(history, committed)
+            drafter.learn(history, committed, target.seconds - verifying)
         yield from output.tokens[before:]
         if failure is not None:
             raise failure

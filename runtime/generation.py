@@ -120,10 +120,10 @@ class Generation:
     def _run(self) -> Iterator[StreamedToken]:
         """The committed tokens; each round runs only while the pipeline's caches are this request's."""
         pipeline, output = self._pipeline, self._request.output
-        if output.finish_reason is not None:
+        if output.finish_reason is not None or self._cancelled:
             return
         tokens = pipeline.decode(self._request, self._speculation.drafter, self._speculation.k)
-        if self._speculation.k is None and not self._cancelled:
+        if self._speculation.k is None:
             pipeline.prepare_controller()  # before the caches are this request's
             self._tuning = pipeline.tuning.origin
         pipeline.owner = self

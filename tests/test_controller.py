@@ -28,6 +28,7 @@ from outrider.runtime.controller import (
     TABLE,
     Choice,
     Controller,
+    Pace,
     Priors,
 )
 from outrider.runtime.costs import Costs
@@ -182,12 +183,12 @@ def test_a_drafter_that_is_seldom_right_is_not_believed(share: float) -> None:
     assert plain / replay(world(accepted), Controller(STEEP), "model").seconds > 0.97
 
 
-@pytest.mark.parametrize("step", [0.5, 1.5])
+@pytest.mark.parametrize("step", [0.2, 0.75])
 @pytest.mark.parametrize("costs", [STEEP, FLAT], ids=["steep", "flat"])
 def test_acceptance_that_comes_back_is_found(costs: Costs, step: float) -> None:
     """Prose on which nothing stands, then code on which all does: K is above 0 again within some 32 tokens.
 
-    For draft steps of up to a fifth of a plain round; what costs more is probed less often.
+    For draft steps of up to a tenth of a plain round; what costs more is probed less often.
     """
     costs = replace(costs, draft=((step,), (step,), (step + 8.0,)))
     bad, good = 300, 200
@@ -213,29 +214,27 @@ def test_a_model_that_has_nothing_to_say_is_learned_from() -> None:
             return []
 
     silent, history, stats = Silent(), History([1]), DecodeStats()
-    drafter = AdaptiveDrafter(Controller(FLAT), None, silent, free=True, stats=stats)
+    drafter = AdaptiveDrafter(Controller(STEEP), None, silent, free=True, stats=stats)
     drafter.begin()
     for token in range(200):
         assert drafter.propose(history, 8, lambda row: Draft(0)) == []
         history.push(token)
-        drafter.learn(history, 1)
+        drafter.learn(history, 1, 7.5)
     assert 1 < silent.asked < 40
-    assert all(
-        by_k == {0: 200 - silent.asked if source == "plain" else silent.asked}
-        for source, by_k in ((source, one.rounds_by_k) for source, one in stats.sources.items())
-    )
+    assert stats.sources[BLOCK].rounds_by_k == {0: silent.asked}
 
 
 def test_a_probe_does_not_take_the_place_of_a_good_round() -> None:
     """A draft model that is only tried again now and then must not cost the tokens that a lookup would have brought."""
     controller = Controller(FLAT)
-    controller.acceptance[BLOCK].judge([1.0] * 400, 0, True)
     for _ in range(400):
         controller.acceptance[BLOCK].judge([1.0], 0, True)
+    probes = 0
     for _ in range(600):
         choice = controller.choose(128, 8, {LOOKUP: [12.0] * 8, BLOCK: range(1, 9)}, lacking=9)
+        probes += choice.source == BLOCK
         controller.learn(choice, choice.k + 1, {LOOKUP: ([12.0] * 8, 8, False)})
-        assert choice.source == LOOKUP
+    assert 1 <= probes <= 8  # each loses about 18 of 28 ms, and 0.75 % of the time may be lost
 
 
 def test_only_tiers_are_drafted_where_there_are_only_tiers() -> None:
@@ -263,12 +262,41 @@ def test_steps_that_take_longer_are_drafted_less() -> None:
     for _ in range(200):
         choice = slow.choose(128, 8, {}, iter([0.8] * 8), lacking=1)
         if choice.drafted:
-            slow.took(choice, 2.0 * choice.drafted)
+            slow.took(choice, 5.0 * choice.drafted)
         slow.learn(choice, choice.k + 1, {MODEL: ([0.8] * choice.k, choice.k, False)})
         choice = quick.choose(128, 8, {}, iter([0.8] * 8), lacking=1)
         quick.learn(choice, choice.k + 1, {MODEL: ([0.8] * choice.k, choice.k, False)})
     drafted = [one.choose(128, 8, {}, iter([0.8] * 8), lacking=1).drafted for one in (slow, quick)]
     assert drafted[0] < drafted[1]
+
+
+def test_costs_are_corrected_while_running() -> None:
+    """Figures measured ahead say that verifying is dear, and it is not: K grows. And the other way round."""
+    offer = {LOOKUP: [4.0] * 8}
+
+    def settle(costs: Costs, real: Costs) -> float:
+        """K of late."""
+        controller, chosen, rng = Controller(costs), [], np.random.default_rng(0)
+        for _ in range(400):
+            choice = controller.choose(128, 8, offer)
+            chosen.append(choice.k)
+            standing = int(rng.geometric(0.25)) - 1
+            stood, judged = min(choice.k, standing), (offer[LOOKUP], min(standing, choice.k), standing < choice.k)
+            controller.learn(choice, 1 + stood, {LOOKUP: judged}, real.rounds(128)[choice.k])
+        return sum(chosen[-200:]) / 200
+
+    steep, flat = settle(STEEP, STEEP), settle(FLAT, FLAT)
+    assert steep + 1 < flat
+    assert abs(settle(FLAT, STEEP) - steep) < 1 and abs(settle(STEEP, FLAT) - flat) < 1
+
+
+def test_a_slower_machine_changes_nothing() -> None:
+    """All passes take twice as long: so they do with K drafts, also with those that were not tried."""
+    pace = Pace(8)
+    for _ in range(200):
+        pace.saw(0, 2.0)
+        pace.saw(2, 2.0)
+    assert pace.ratios() == pytest.approx([2.0] * 9, rel=0.05)
 
 
 def test_catching_up_is_counted() -> None:
@@ -313,7 +341,8 @@ def test_priors_count_each_token_that_was_reached_once() -> None:
     counted = count_priors([request])
     # The text ends behind three tokens: 2 and a miss, a miss, one.
     assert counted[MODEL][EDGES[MODEL].index(0.9) + 1] == (3, 5)
-    assert all(judged == 0 for source in (LOOKUP, TABLE, BLOCK) for _, judged in counted[source])
+    assert all(judged == 0 for source in (LOOKUP, TABLE) for _, judged in counted[source])
+    assert counted[BLOCK] == [(2, 3), (1, 1), (0, 1), (0, 0)], "by place, for rules that are not asked step by step"
 
 
 @pytest.mark.parametrize("drafter", list(ASKED))
@@ -330,7 +359,8 @@ def test_the_loop_chooses_what_the_replay_does(
     traced, _ = record(tiny_pipeline, "", "", ids, options)
     tiny_pipeline.clear_caches()
     expected = replay(traced, Controller(STEEP), drafter)
-    monkeypatch.setattr(Controller, "took", lambda self, choice, seconds: None)  # no clock in a replay
+    monkeypatch.setattr(Controller, "took", lambda self, choice, seconds: None)  # a replay has no clock
+    monkeypatch.setattr(Pace, "saw", lambda self, k, ratio: None)
     request = tiny_pipeline.new_request(ids, options)
     for _ in tiny_pipeline.decode(request, drafter, None, controller=Controller(STEEP)):
         pass
@@ -417,7 +447,7 @@ def spoken(world: World, rule_name: str, seed: int, length: int, free: bool) -> 
         history.rollback(start)
         for verdict in rule.accept(chooser, drafts, np.stack(rows)):
             history.push(verdict.token)
-        drafter.learn(history, len(history) - start)
+        drafter.learn(history, len(history) - start, DEAR.rounds(128)[len(drafts)])
     return history.tokens[len(PROMPT) :]
 
 

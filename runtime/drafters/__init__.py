@@ -32,8 +32,8 @@ class Drafter(ABC):
         """Up to ``k`` >= 1 tokens that may follow ``history``, which is as it was when the call returns."""
         ...
 
-    def learn(self, history: History, committed: int) -> None:  # noqa: B027  # most draft as before
-        """What became of the round: the last ``committed`` tokens of ``history``."""
+    def learn(self, history: History, committed: int, seconds: float) -> None:  # noqa: B027  # most draft as before
+        """What became of the round: the last ``committed`` tokens of ``history``, by a verify pass of ``seconds``."""
 
 
 class ModelSource(Drafter):

@@ -122,7 +122,7 @@ class AdaptiveDrafter(Drafter):
         self._choice, self._proposals, self._proposed = choice, proposals, len(drafts)
         return drafts
 
-    def learn(self, history: History, committed: int) -> None:
+    def learn(self, history: History, committed: int, seconds: float) -> None:
         choice, self._choice = self._choice, None
         if choice is None:
             return
@@ -131,7 +131,8 @@ class AdaptiveDrafter(Drafter):
         for source, (tokens, evidence) in self._proposals.items():
             accepted = agreement(tokens, text)
             judged[source] = evidence, accepted, accepted < min(len(evidence), committed)
-        self._controller.learn(choice, committed, judged)
+        as_chosen = self._proposed == choice.k
+        self._controller.learn(choice, committed, judged, seconds if as_chosen else None)
         self._stats.chose(choice, self._proposed, committed)
 
 
