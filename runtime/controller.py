@@ -59,8 +59,7 @@ def classify(source: str, evidence: float) -> int:
     return bisect_right(EDGES[source], evidence)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """``source`` is None for plain decoding; ``tokens`` and ``seconds`` are what the round is expected to bring and
     take, ``drafted`` the draft tokens that the model was asked for, verified or not, ``drafting`` the seconds of that.
     """
