@@ -116,7 +116,7 @@ def _plot_costs(axes: Any, report: BenchReport) -> None:
         times = [1e3 * row[index] for row in costs.verify]
         axes.plot(range(len(times)), times, marker="o", label=f"verify, context {length}")
     if costs.draft:
-        step = 1e3 * costs.draft_pass(1, costs.lengths[0])
+        step = 1e3 * costs.step(costs.lengths[0])
         axes.plot(range(len(costs.verify)), [k * step for k in range(len(costs.verify))], "--", label="K draft steps")
     axes.set_xlabel("K")
     axes.set_ylabel("ms")

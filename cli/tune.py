@@ -46,9 +46,10 @@ def _print(tuning: Tuning) -> None:
             f"{'verify K = ' + str(k) if k else 'plain':>14}" + "".join(cells) + f"   v = {tuning.verify_cost[k]:.2f}"
         )
     for rows, row in zip(costs.draft_rows, costs.draft, strict=True):
-        name = "draft step" if rows == 1 else f"draft {rows} rows"
-        c = f"   c = {tuning.draft_cost:.2f}" if rows == 1 else ""
-        click.echo(f"{name:>14}" + "".join(f"{1e3 * seconds:>6.2f} ms" for seconds in row) + c)
+        click.echo(f"{f'draft {rows} rows':>14}" + "".join(f"{1e3 * seconds:>6.2f} ms" for seconds in row))
+    if costs.draft_step:
+        steps = "".join(f"{1e3 * seconds:>6.2f} ms" for seconds in costs.draft_step)
+        click.echo(f"{'draft step':>14}{steps}   c = {tuning.draft_cost:.2f}")
     click.echo(f"host: {1e6 * costs.round_host:.0f} us a round, {1e6 * costs.draft_host:.0f} us a draft step")
     for source, classes in tuning.priors.items():
         stood, judged = (sum(column) for column in zip(*classes, strict=True))

@@ -279,9 +279,9 @@ class Controller:
         return best
 
     def _drafting(self, length: int, lacking: int, room: int) -> Drafting:
-        first, step, caught_up = (
-            self._step_ratio * self.costs.draft_pass(rows, length) for rows in (lacking, 1, min(lacking, 2))
-        )
+        ratio, costs = self._step_ratio, self.costs
+        first, caught_up = (ratio * costs.first_step(rows, length) for rows in (lacking, min(lacking, 2)))
+        step = ratio * costs.step(length)
         rounds = _HORIZON if room == self.costs.largest_k else room  # the request ends within the room
         return Drafting(first, step, max(0.0, first - caught_up) * (1 - 1 / max(1, rounds)))
 

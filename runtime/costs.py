@@ -17,7 +17,9 @@ class Costs:
         lengths: rising.
         verify: ``[K + 1][length]``, a pass that verifies 0, 1, .. K drafts.
         draft_rows: rising from 1: how many tokens a draft pass appends.
-        draft: ``[draft_rows][length]``; empty without a draft model.
+        draft: ``[draft_rows][length]``, a draft pass behind a target pass, whose weights are in the processor's caches
+            then; empty without a draft model.
+        draft_step: ``[length]``, a draft pass of one token behind another.
         round_host: of a round outside the engines.
         draft_host: of a draft step outside the engine.
     """
@@ -26,11 +28,13 @@ class Costs:
     verify: tuple[tuple[float, ...], ...]
     draft_rows: tuple[int, ...] = ()
     draft: tuple[tuple[float, ...], ...] = ()
+    draft_step: tuple[float, ...] = ()
     round_host: float = 0.0
     draft_host: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, table in (("verify", self.verify), ("draft", self.draft)):
+        steps = (self.draft_step,) if self.draft else ()
+        for name, table in (("verify", self.verify), ("draft", self.draft), ("draft_step", steps)):
             if any(len(row) != len(self.lengths) or not all(0 < x < inf for x in row) for row in table):
                 raise ValueError(f"costs.{name} wants a time above 0 for each of {len(self.lengths)} lengths")
         if not 0 <= self.round_host < inf or not 0 <= self.draft_host < inf:
@@ -48,10 +52,14 @@ class Costs:
         """Seconds of a round with 0, 1, .. K drafts to verify behind ``length`` tokens, drafting left out."""
         return _at(self, length // _GRAIN * _GRAIN)[0]
 
-    def draft_pass(self, rows: int, length: int) -> float:
-        """Seconds of a draft step whose pass appends ``rows`` tokens, of as many passes as that takes."""
+    def first_step(self, rows: int, length: int) -> float:
+        """Seconds of a round's first draft step, whose pass appends ``rows`` tokens."""
         times = _at(self, length // _GRAIN * _GRAIN)[1]
         return _interpolate(self.draft_rows, times, rows) + self.draft_host
+
+    def step(self, length: int) -> float:
+        """Seconds of each draft step behind it."""
+        return _interpolate(self.lengths, self.draft_step, length // _GRAIN * _GRAIN) + self.draft_host
 
 
 _GRAIN = 32  # tokens of context that cost the same

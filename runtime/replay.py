@@ -113,7 +113,7 @@ def _lacking(before: int, committed: int, drafted: int, proposals: dict[str, Tra
 def _drafting_seconds(costs: Costs, drafted: int, lacking: int, length: int) -> float:
     if not drafted:
         return 0.0
-    return costs.draft_pass(lacking, length) + (drafted - 1) * costs.draft_pass(1, length)
+    return costs.first_step(lacking, length) + (drafted - 1) * costs.step(length)
 
 
 def _judged(

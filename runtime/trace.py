@@ -213,6 +213,7 @@ def read_costs(record: dict[str, Any]) -> Costs:
         rows["verify"],
         tuple(map(int, record["draft_rows"])),
         rows["draft"],
+        tuple(map(float, record["draft_step"])),
         float(record["round_host"]),
         float(record["draft_host"]),
     )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +39,8 @@ Progress = Callable[[str, float], None]
 _LENGTHS = (64, 512, 2048, 8192)
 _SHORT_LENGTH = 128
 _DRAFT_ROWS = (1, 2, 4, 16, 64, PREFILL_CHUNK)
-_DRAFT_STEPS = 3  # in a row, as rounds have them: the first finds its weights out of the cache
-_REPEATS = 9
+_REPEATS = 11
+_STEP = "draft step"
 _SECONDS = {"full": 30.0, "short": 0.6}  # of passes, but each is run once at least
 _TOKENS = {"full": 48, "short": 8}  # decoded for the host's part
 # Of several kinds, so that drafts of every source stand and fall.
@@ -68,7 +68,7 @@ class Tuning:
     def draft_cost(self) -> float | None:
         """c: a draft step / a plain round, host's parts included; None without a draft model."""
         length = self.costs.lengths[0]
-        return self.costs.draft_pass(1, length) / self.costs.rounds(length)[0] if self.costs.draft else None
+        return self.costs.step(length) / self.costs.rounds(length)[0] if self.costs.draft else None
 
     @property
     def verify_cost(self) -> list[float]:
@@ -115,28 +115,42 @@ def _time_passes(
     target, draft, longest = pipeline.target, pipeline.draft, pipeline.manifest.max_length
     tiers = (0, 1, *pipeline.tiers) if short else range(max(pipeline.tiers) + 1)
     lengths = [min(_SHORT_LENGTH, longest)] if short else sorted({min(length, longest) for length in _LENGTHS})
-    jobs: list[tuple[str, Engine, int, int, int]] = []
     widths = {max(k + 1, target.min_rows): k for k in tiers}  # of equal passes one
-    jobs += [(f"verify {k}", pipeline.target_engine, rows, rows, 1) for rows, k in widths.items()]
+    verify = [_Pass(f"verify {k}", pipeline.target_engine, rows, rows) for rows, k in widths.items()]
+    jobs = [(one, one) for one in verify]
     if draft is not None:
-        sizes = _DRAFT_ROWS[:: 2 if short else 1]
-        jobs += [(f"draft {rows}", draft.engine, rows, 1, _DRAFT_STEPS if rows == 1 else 1) for rows in sizes]
-    for engine in {id(job[1]): job[1] for job in jobs}.values():
+        drafting = [_Pass(f"draft {rows}", draft.engine, rows, 1) for rows in _DRAFT_ROWS[:: 2 if short else 1]]
+        jobs += [(verify[0], one) for one in drafting]
+        jobs.append((drafting[0], drafting[0]._replace(name=_STEP)))
+    for engine in {id(one.engine): one.engine for _, one in jobs}.values():
         _fill(engine, lengths[-1])
-    samples: dict[str, dict[str, list[float]]] = {job[0]: {} for job in jobs}
+    samples: dict[str, dict[str, list[float]]] = {one.name: {} for _, one in jobs}
     start = perf_counter()
     rounds = [(repeat, length) for repeat in range(_REPEATS + 1) for length in lengths]
     for number, (repeat, length) in enumerate(rounds):
         if repeat > 1 and perf_counter() - start > limit:
             break
-        for name, engine, rows, logit_rows, steps in jobs:
-            if length + rows > engine.info.capacity:
+        for before, one in jobs:
+            if length + max(before.rows, one.rows) > one.engine.info.capacity:
                 continue
-            seconds = _time_pass(engine, rows, logit_rows, length, steps)
+            before.time(length)
+            seconds = one.time(length)
             if repeat:  # the first finds nothing prepared
-                samples[name].setdefault(str(length), []).append(seconds)
+                samples[one.name].setdefault(str(length), []).append(seconds)
         progress("passes", 0.6 * (number + 1) / len(rounds))
     return samples
+
+
+class _Pass(NamedTuple):
+    """A pass that is timed behind another: what was in the processor's caches before decides how long it takes."""
+
+    name: str
+    engine: Engine
+    rows: int
+    logit_rows: int
+
+    def time(self, length: int) -> float:
+        return _time_pass(self.engine, self.rows, self.logit_rows, length)
 
 
 def _fill(engine: Engine, length: int) -> None:
@@ -144,19 +158,18 @@ def _fill(engine: Engine, length: int) -> None:
     for start in range(0, length, PREFILL_CHUNK):
         rows = min(PREFILL_CHUNK, engine.info.capacity - start)
         if rows > 0:
-            _time_pass(engine, rows, 1, start, 1)
+            _time_pass(engine, rows, 1, start)
 
 
-def _time_pass(engine: Engine, rows: int, logit_rows: int, length: int, steps: int) -> float:
+def _time_pass(engine: Engine, rows: int, logit_rows: int, length: int) -> float:
     plan, ids, lengths = engine.plan(rows, logit_rows), np.ones((1, rows), np.int64), np.full(1, length, np.int32)
     start = perf_counter()
-    for _ in range(steps):
-        if engine.heads is None:
-            plan.run(ids, lengths)
-        else:
-            plan.submit(ids, lengths)
-            plan.choices()
-    return (perf_counter() - start) / steps
+    if engine.heads is None:
+        plan.run(ids, lengths)
+    else:
+        plan.submit(ids, lengths)
+        plan.choices()
+    return perf_counter() - start
 
 
 def _try_drafts(
@@ -173,7 +186,8 @@ def _try_drafts(
         recorded.add(stats)
         if number == 0:
             pipeline.clear_caches()
-            for total, k in ((plain, 0), (adaptive, None)):
+            # Each twice: what runs for the first time takes longer.
+            for total, k in ((DecodeStats(), 0), (plain, 0), (DecodeStats(), None), (adaptive, None)):
                 request = pipeline.new_request(ids, options)
                 for _ in pipeline.decode(request, pipeline.default_drafter, k, controller=Controller(costs)):
                     pass
@@ -219,11 +233,15 @@ def _costs(pipeline: Pipeline, samples: Mapping[str, Mapping[str, Sequence[float
         else:
             columns = zip(*(medians[f"verify {other}"] for other in sorted(timed)), strict=True)
             verify.append(tuple(float(np.interp(k, sorted(timed), column)) for column in columns))
-    draft = {int(name.split()[1]): times for name, times in medians.items() if name.startswith("draft") and times}
     # A draft may have fewer positions than the target: behind them it is not asked.
-    rows = tuple(sorted(draft))
-    filled = tuple((*draft[count], *[draft[count][-1]] * (len(lengths) - len(draft[count]))) for count in rows)
-    return Costs(tuple(lengths), tuple(verify), rows, filled)
+    drafting = {
+        name: (*times, *[times[-1]] * (len(lengths) - len(times)))
+        for name, times in medians.items()
+        if times and not name.startswith("verify")
+    }
+    step = drafting.pop(_STEP, ())
+    rows = sorted(int(name.split()[1]) for name in drafting)
+    return Costs(tuple(lengths), tuple(verify), tuple(rows), tuple(drafting[f"draft {count}"] for count in rows), step)
 
 
 def devices(pipeline: Pipeline) -> str:

@@ -42,12 +42,9 @@ from outrider.runtime.trace import Trace, Traced, TracedRequest, count_priors, r
 
 ROUNDS = Path(__file__).parent / "golden" / "rounds"
 # Milliseconds of a plain round, of rounds with 1 to 8 drafts, of draft passes of 1, 2 and 256 rows.
-STEEP = Costs(
-    (128,), tuple((t,) for t in (7.5, 8, 9.5, 10.8, 12, 13.2, 14.3, 15.5, 16.6)), (1, 2, 256), ((0.5,), (0.5,), (8.0,))
-)
-FLAT = Costs(
-    (128,), tuple((t,) for t in (21, 21, 22.6, 22.9, 23.4, 25, 26, 27, 28.5)), (1, 2, 256), ((0.5,), (0.5,), (8.0,))
-)
+DRAFTING: dict[str, Any] = {"draft_rows": (1, 2, 256), "draft": ((0.5,), (0.5,), (8.0,)), "draft_step": (0.5,)}
+STEEP = Costs((128,), ((7.5,), (8,), (9.5,), (10.8,), (12,), (13.2,), (14.3,), (15.5,), (16.6,)), **DRAFTING)
+FLAT = Costs((128,), ((21,), (21,), (22.6,), (22.9,), (23.4,), (25,), (26,), (27,), (28.5,)), **DRAFTING)
 
 
 def evidence(source: str, count: int) -> st.SearchStrategy[list[float]]:
@@ -68,7 +65,9 @@ def costs_tables(draw: st.DrawFn) -> Costs:
     k = draw(st.integers(1, 8))
     verify = draw(st.lists(row, min_size=k + 1, max_size=k + 1))
     draft = draw(st.lists(row, min_size=3, max_size=3))
-    return Costs(lengths, tuple(verify), (1, 4, 64), tuple(draft), draw(st.floats(0, 1e-3)), draw(st.floats(0, 1e-3)))
+    return Costs(
+        lengths, tuple(verify), (1, 4, 64), tuple(draft), draw(row), draw(st.floats(0, 1e-3)), draw(st.floats(0, 1e-3))
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -117,9 +116,9 @@ def test_costs_are_those_that_were_measured_and_grow_from_there(costs: Costs, le
     for index, measured in enumerate(costs.lengths):
         assert costs.rounds(measured) == pytest.approx([row[index] + costs.round_host for row in costs.verify])
         for count, row in zip(costs.draft_rows, costs.draft, strict=True):
-            assert costs.draft_pass(count, measured) == pytest.approx(row[index] + costs.draft_host)
-    assert min(costs.rounds(length)) > 0 and costs.draft_pass(rows, length) > 0
-    assert costs.draft_pass(5000, length) >= costs.draft_pass(64, length) - 1e-12
+            assert costs.first_step(count, measured) == pytest.approx(row[index] + costs.draft_host)
+    assert min(costs.rounds(length)) > 0 and costs.first_step(rows, length) > 0
+    assert costs.first_step(5000, length) >= costs.first_step(64, length) - 1e-12
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,7 @@ def test_acceptance_that_comes_back_is_found(costs: Costs, step: float) -> None:
 
     For draft steps of up to a tenth of a plain round; what costs more is probed less often.
     """
-    costs = replace(costs, draft=((step,), (step,), (step + 8.0,)))
+    costs = replace(costs, draft=((step,), (step,), (step + 8.0,)), draft_step=(step,))
     bad, good = 300, 200
     accepted = [0] * bad + [good - index for index in range(good)]
     played = replay(world(accepted), Controller(costs), "model")
@@ -424,7 +423,7 @@ class Stepping(ModelDrafter):
 
 
 # Verifying costs more than most drafts are worth, so that much depends on what was drawn.
-DEAR = Costs((128,), ((10.0,), (13.0,), (16.0,), (19.0,)), (1, 2), ((0.1,), (0.1,)))
+DEAR = Costs((128,), ((10.0,), (13.0,), (16.0,), (19.0,)), (1, 2), ((0.1,), (0.1,)), (0.1,))
 HONEST: Priors = DEFAULT_PRIORS | {
     MODEL: [(place + 0.5, 11) for place in range(11)],
     BLOCK: [(12, 20), (12, 20), (12, 20), (12, 20)],

@@ -177,11 +177,12 @@ def test_an_interrupted_write_leaves_the_old_figures(
     assert isinstance(read_tuning(pipeline), type(tuning))
 
 
+NO_DRAFT: dict[str, Any] = {"draft_rows": [], "draft": [], "draft_step": [], "draft_host": 0}
 HEAD = {
     "format": FORMAT,
     "version": VERSION,
     "device": "",
-    "costs": {"lengths": [64], "verify": [[1.0]], "draft_rows": [], "draft": [], "round_host": 0, "draft_host": 0},
+    "costs": {"lengths": [64], "verify": [[1.0]], "round_host": 0, **NO_DRAFT},
 }
 REQUEST = {"id": "a", "category": "b", "num_prompt_tokens": 3, "positions": [{"lookup": [[2, 3], 1]}]}
 
