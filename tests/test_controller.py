@@ -307,7 +307,7 @@ def test_catching_up_is_counted() -> None:
 
 @pytest.fixture(scope="module", params=["int4", "fp32"])
 def trace(request: pytest.FixtureRequest) -> Trace:
-    """SmolLM2 with its own draft, a prompt of each kind: `outrider bench --trace` (see the folder's README)."""
+    """SmolLM2 with its own draft, two prompts of each kind: see the folder's README."""
     return read_trace(ROUNDS / f"{request.param}.jsonl")
 
 
@@ -316,23 +316,33 @@ def total(trace: Trace, drafter: str, k: int, category: str | None = None) -> fl
     return sum(replay_fixed(each, trace.costs, drafter, k).seconds for each in chosen)
 
 
-def test_no_fixed_choice_is_much_better(trace: Trace) -> None:
-    """Over all prompts none is better at all, though it is chosen with hindsight; for no kind more than 5 %."""
+def test_no_fixed_choice_is_better(trace: Trace) -> None:
+    """Over all prompts none, though it is chosen with hindsight; for the two prompts of a kind none by more than 12 %."""
     controller = Controller(trace.costs)
-    played = {each.category: replay(each, controller).seconds for each in trace.requests}
+    played: dict[str, float] = {}
+    for each in trace.requests:
+        played[each.category] = played.get(each.category, 0.0) + replay(each, controller).seconds
     fixed = [(drafter, k) for drafter in ASKED for k in range(trace.costs.largest_k + 1)]
     assert sum(played.values()) < min(total(trace, *choice) for choice in fixed)
     for category, seconds in played.items():
-        assert seconds < 1.05 * min(total(trace, *choice, category) for choice in fixed), category
+        assert seconds < 1.12 * min(total(trace, *choice, category) for choice in fixed), category
         assert seconds < total(trace, "none", 0, category), category
 
 
 def test_the_oracle_is_not_far(trace: Trace) -> None:
+    """Who knows which drafts stand drafts no other: where each row of a pass costs more (int4), that is worth more."""
     controller = Controller(trace.costs)
     played = sum(replay(each, controller).seconds for each in trace.requests)
     oracle = sum(oracle_seconds(each, trace.costs) for each in trace.requests)
     assert all(oracle <= total(trace, drafter, k) for drafter in ASKED for k in range(9))
-    assert 0.7 < oracle / played <= 1
+    steep = trace.costs.rounds(128)[4] / trace.costs.rounds(128)[0] > 1.3
+    assert (0.72 if steep else 0.82) < oracle / played <= 1
+
+
+def test_the_traces_are_of_two_precisions() -> None:
+    steep, flat = (read_trace(ROUNDS / f"{name}.jsonl").costs for name in ("int4", "fp32"))
+    assert steep.rounds(128)[0] < flat.rounds(128)[0]
+    assert steep.rounds(128)[8] / steep.rounds(128)[0] > flat.rounds(128)[8] / flat.rounds(128)[0]
 
 
 def test_priors_count_each_token_that_was_reached_once() -> None:
