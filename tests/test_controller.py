@@ -317,7 +317,7 @@ def total(trace: Trace, drafter: str, k: int, category: str | None = None) -> fl
 
 
 def test_no_fixed_choice_is_better(trace: Trace) -> None:
-    """Over all prompts none, though it is chosen with hindsight; for the two prompts of a kind none by more than 12 %."""
+    """Over all prompts none, though chosen with hindsight; for the two prompts of a kind none by more than 12 %."""
     controller = Controller(trace.costs)
     played: dict[str, float] = {}
     for each in trace.requests:
