@@ -202,11 +202,12 @@ class Pipeline:
                 target = model.target
             else:
                 target = ResidentModel(target, law)
-        if controller is None:
-            yield from decode(target, self.drafter(drafter, model), k or 0, request)
-        else:
-            chosen = self._adaptive_drafter(drafter, model, request, controller)
-            yield from decode(target, chosen, max(self.tiers), request)
+        if k is not None:
+            yield from decode(target, self.drafter(drafter, model), k, request)
+            return
+        assert controller is not None
+        chosen = self._adaptive_drafter(drafter, model, request, controller)
+        yield from decode(target, chosen, max(self.tiers), request)
 
     @property
     def tuning(self) -> Tuning:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from refusals import cli, refused, refused_by_cli
 
-from outrider.runtime import Pipeline
-from outrider.runtime.controller import EDGES
+from outrider.runtime import Pipeline, SamplingOptions
+from outrider.runtime.controller import EDGES, Controller
 from outrider.runtime.trace import FORMAT, VERSION, read_trace
 from outrider.runtime.tuning import read_tuning, tune, tuning_path, write_tuning
 
@@ -52,6 +52,15 @@ def test_figures_are_kept_for_the_next_process(tuned: Path) -> None:
     assert "2 threads" in record["device"] and "onnxruntime" in record["device"]
     for times in record["samples"]["verify 0"].values():
         assert len(times) >= 1 and min(times) > 0
+
+
+def test_the_hosts_part_of_a_plain_round_is_that_of_plain_decoding(tiny_pipeline: Pipeline) -> None:
+    """A controller that is at hand is not asked where K is given."""
+    request = tiny_pipeline.new_request(tiny_pipeline.encode("a"), SamplingOptions(max_new_tokens=9, ignore_eos=True))
+    controller = Controller(tiny_pipeline.tuning.costs)
+    for _ in tiny_pipeline.decode(request, "cascade", 0, controller=controller):
+        pass
+    assert request.stats.sources == {} and request.stats.draft_steps == 0
 
 
 def test_figures_in_json(tuned: Path, tmp_path: Path) -> None:
