@@ -106,7 +106,7 @@ def counters(result: GenerationResult) -> dict[str, Any]:
 def test_drafts_stand_where_the_models_agree(cyclic: Pipeline, k: int) -> None:
     """Nearly all, also inside the bytes of a character; behind half of a word of its own, this draft knows nothing."""
     plain = cyclic.generate(CYCLE * 2, k=0, max_new_tokens=80)
-    result = cyclic.generate(CYCLE * 2, k=k, max_new_tokens=80)
+    result = cyclic.generate(CYCLE * 2, k=k, drafter="model", max_new_tokens=80)
     assert result.token_ids == plain.token_ids and result.text == plain.text
     assert f" {result.text.strip()}".rstrip("\ufffd") == (CYCLE * 20)[: len(result.text.strip("\ufffd ")) + 1]
     assert result.stats.draft_acceptance_rate > 0.75
@@ -119,13 +119,13 @@ def test_drafts_stand_where_the_models_agree(cyclic: Pipeline, k: int) -> None:
 def test_text_is_plain_decodings_own(strangers: Pipeline, prompt: Any, law: str) -> None:
     options = {"max_new_tokens": 50, **LAWS[law]}
     plain = strangers.generate(prompt, k=0, **options)
-    for k in (1, 3, 8):
-        running = strangers.stream(prompt, k=k, **options)
+    for k in (1, 3, 8, None):
+        running = strangers.stream(prompt, k=k, drafter="model", **options)
         pieces = [token.text for token in running]
         result = running.result()
         assert (result.token_ids, result.logprobs, result.text) == (plain.token_ids, plain.logprobs, plain.text)
         assert (result.finish_reason, "".join(pieces)) == (plain.finish_reason, plain.text)
-        assert result.stats.num_draft_tokens > 0 or len(plain.token_ids) < 3
+        assert result.stats.num_draft_tokens > 0 or len(plain.token_ids) < 3 or k is None
 
 
 @pytest.mark.parametrize("law", ["greedy", "temperature"])
@@ -224,7 +224,7 @@ def test_it_is_visible(bundle: Path) -> None:
     [draft] = [line for line in result.stdout.splitlines() if line.startswith("draft:")]
     assert "tokenizer draft/tokenizer.json" in draft and "vocab_size 450" in draft
     assert json.loads(cli("inspect", bundle, "--json").stdout)["draft"]["tokenizer"] == "draft/tokenizer.json"
-    result = cli("generate", bundle, "-p", "one two", "--k", 2, "--max-new-tokens", 9)
+    result = cli("generate", bundle, "-p", "one two", "--k", 2, "--drafter", "model", "--max-new-tokens", 9)
     assert "model (translated) K=2" in result.stderr
 
 
