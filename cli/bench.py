@@ -91,11 +91,12 @@ def bench(
         traced = None
         if recorded:
             traced = record_trace(pipeline, texts, options=settings, progress=step)
-    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else table(found, pipeline))
+    page = table(found, pipeline)
+    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else page)
     if traced is not None and trace is not None:
         write_trace(trace, traced)
     if traced is not None and report is not None:
-        write_report(report, found, traced, table(found, pipeline))
+        write_report(report, found, traced, page)
 
 
 def table(report: BenchReport, pipeline: Pipeline) -> str:

@@ -125,18 +125,15 @@ def _plot_costs(axes: Any, report: BenchReport) -> None:
 
 
 def _plot_acceptance(axes: Any, trace: Trace) -> None:
-    for source in SOURCES:
-        reached: dict[int, list[bool]] = {}
-        for request in trace.requests:
-            for index, proposals in enumerate(request.positions):
-                if source in proposals:
-                    evidence, accepted = proposals[source]
-                    for place in range(min(accepted + 1, len(evidence), len(request.positions) - index)):
-                        reached.setdefault(place + 1, []).append(place < accepted)
-        if reached:
-            places = sorted(reached)
+    reached: dict[str, dict[int, list[bool]]] = {source: {} for source in SOURCES}
+    for request in trace.requests:
+        for source, place, _, stood in request.judged():
+            reached[source].setdefault(place, []).append(stood)
+    for source, found in reached.items():
+        if found:
+            places = sorted(found)
             label = "model" if source == BLOCK else source
-            axes.plot(places, [statistics.mean(reached[place]) for place in places], marker="o", label=label)
+            axes.plot(places, [statistics.mean(found[place]) for place in places], marker="o", label=label)
     axes.set_xlabel("position in the block")
     axes.set_ylabel("accepted, where all before it are")
     axes.set_ylim(0, 1)

@@ -200,18 +200,18 @@ class Controller:
         """
         rounds = self._rounds(length)
         room = min(room, self.costs.largest_k)
+        asked = room and (steps is not None or BLOCK in offers)
+        drafting = self._drafting(length, lacking, room) if asked else NO_DRAFTING
         best = Choice(None, 0, 1.0, rounds[0])
         for source, evidence in offers.items():
             if source == BLOCK:
-                drafting = self._drafting(length, lacking, room)
                 best = self._better(best, source, evidence[:room], rounds, drafting, tiers)
             else:
                 best = self._better(best, source, evidence[:room], rounds)
         if steps is not None and room:
-            best = self._with_model(best, rounds, room, steps, self._drafting(length, lacking, room))
+            best = self._with_model(best, rounds, room, steps, drafting)
         elif BLOCK in offers and room and best.source != BLOCK:
             k = min(tiers, default=1)
-            drafting = self._drafting(length, lacking, room)
             seconds = rounds[min(k, len(rounds) - 1)] + drafting.first + (k - 1) * drafting.step
             lost = seconds - best.seconds + (best.tokens - 1) / self._rate(rounds[0])
             if k <= room and self._may_probe(lost):

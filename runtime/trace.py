@@ -8,9 +8,9 @@ position is visited. Whatever a controller chooses there can then be replayed wi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,9 +20,8 @@ from outrider.runtime.accept import Draft, agreement
 from outrider.runtime.controller import BLOCK, EDGES, MODEL, SOURCES, Priors, classify
 from outrider.runtime.costs import Costs
 from outrider.runtime.decode import decode
-from outrider.runtime.drafters import Drafter, Draw, ModelSource
-from outrider.runtime.drafters.adaptive import Lookups, Proposal
-from outrider.runtime.drafters.model import ModelDrafter
+from outrider.runtime.drafters import Draw, ModelSource
+from outrider.runtime.drafters.adaptive import Lookups, Proposal, SourcesDrafter
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.stats import DecodeStats
@@ -50,6 +49,14 @@ class TracedRequest:
     num_prompt_tokens: int
     positions: list[dict[str, Traced]]
 
+    def judged(self) -> Iterator[tuple[str, int, float, bool]]:
+        """Source, place in its block from 1, evidence, and whether it would stand, of each token the text reaches."""
+        for index, proposals in enumerate(self.positions):
+            left = len(self.positions) - index
+            for source, (evidence, accepted) in proposals.items():
+                for place, known in enumerate(evidence[: min(accepted + 1, left)]):
+                    yield source, place + 1, known, place < accepted
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -60,41 +67,25 @@ class Trace:
     requests: list[TracedRequest]
 
 
-@dataclass
-class RecordingDrafter(Drafter):
+class RecordingDrafter(SourcesDrafter):
     """See ``drafters.Drafter``: asks every source, and proposes nothing.
 
     Args:
-        stepwise: whether the model is asked token by token.
+        free: whether the model is asked token by token, as ``AdaptiveDrafter`` does.
     """
 
-    lookups: Lookups
-    model: ModelSource | None
-    stepwise: bool
-    _seen: list[tuple[int, dict[str, Proposal]]] = field(default_factory=list)
-
-    @property
-    def passes(self) -> int:
-        return self.model.passes if self.model else 0
-
-    @property
-    def seconds(self) -> float:
-        return self.model.seconds if self.model else 0.0
-
-    def begin(self) -> None:
-        self._seen = []
-        self.lookups.begin()
-        if self.model is not None:
-            self.model.begin()
+    def __init__(self, lookups: Lookups, model: ModelSource | None, *, free: bool) -> None:
+        super().__init__(lookups, model, free=free)
+        self._seen: list[tuple[int, dict[str, Proposal]]] = []
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
-        proposals = self.lookups.propose(history, k)
-        if self.stepwise and isinstance(self.model, ModelDrafter):
-            with closing(self.model.steps(history, draw)) as steps:
+        proposals = self._looked_up(history, k)
+        if self._steps is not None:
+            with closing(self._steps.steps(history, draw)) as steps:
                 drawn = [(draft.token, known) for draft, known in islice(steps, k)]
             proposals[MODEL] = Proposal([token for token, _ in drawn], [known for _, known in drawn])
-        elif self.model is not None:
-            drafts = self.model.propose(history, k, draw)
+        elif self._model is not None:
+            drafts = self._model.propose(history, k, draw)
             proposals[BLOCK] = Proposal([draft.token for draft in drafts], range(1, len(drafts) + 1))
         self._seen.append((len(history), proposals))
         return ()
@@ -119,7 +110,7 @@ def record(
 ) -> tuple[TracedRequest, DecodeStats]:
     """Decode a prompt plainly, and note at every position what the bundle's drafters have to say."""
     request = pipeline.new_request(prompt, options)
-    drafter = RecordingDrafter(pipeline.lookups, pipeline.model_drafter, pipeline.drafts_freely(request))
+    drafter = RecordingDrafter(pipeline.lookups, pipeline.model_drafter, free=pipeline.drafts_freely(request))
     for _ in decode(pipeline.target, drafter, max(pipeline.tiers), request):
         pass
     positions = drafter.positions(request.history.tokens)
@@ -131,16 +122,13 @@ def count_priors(requests: Iterable[TracedRequest]) -> Priors:
     """How often the tokens of each class stood, where all before them did."""
     counts = {source: [[0, 0] for _ in range(len(edges) + 1)] for source, edges in EDGES.items()}
     for request in requests:
-        for index, proposals in enumerate(request.positions):
-            left = len(request.positions) - index
-            for source, (evidence, accepted) in proposals.items():
-                for place, known in enumerate(evidence[: min(accepted + 1, left)]):
-                    classes = [counts[source][classify(source, known)]]
-                    if source == MODEL:  # for rules under which it is not asked step by step
-                        classes.append(counts[BLOCK][classify(BLOCK, place + 1)])
-                    for count in classes:
-                        count[0] += place < accepted
-                        count[1] += 1
+        for source, place, known, stood in request.judged():
+            classes = [counts[source][classify(source, known)]]
+            if source == MODEL:  # for rules under which it is not asked step by step
+                classes.append(counts[BLOCK][classify(BLOCK, place)])
+            for count in classes:
+                count[0] += stood
+                count[1] += 1
     return {source: [(stood, judged) for stood, judged in classes] for source, classes in counts.items()}
 
 

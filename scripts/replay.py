@@ -11,6 +11,7 @@ every draft wrong, which no controller knows beforehand.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -55,7 +56,7 @@ def rows(trace: Trace, drafter: str) -> dict[str, list[float]]:
 def refuse(request: TracedRequest) -> TracedRequest:
     """The same request with drafts of which none stands."""
     positions = [{name: Traced(found.evidence, 0) for name, found in entry.items()} for entry in request.positions]
-    return TracedRequest(request.id, request.category, request.num_prompt_tokens, positions)
+    return replace(request, positions=positions)
 
 
 def speed_up(trace: Trace, seconds: list[float], category: str | None) -> float:

@@ -48,12 +48,41 @@ class Lookups:
         return found
 
 
-class AdaptiveDrafter(Drafter):
-    """See ``drafters.Drafter``; for one request.
+class SourcesDrafter(Drafter):
+    """What drafters over lookups and a model have in common.
 
     Args:
         lookups: None to ask the model alone.
         model: None to do without.
+        free: whether the model is asked token by token, where it can be.
+    """
+
+    def __init__(self, lookups: Lookups | None, model: ModelSource | None, *, free: bool) -> None:
+        self._lookups = lookups
+        self._model = model
+        self._steps = model if free and isinstance(model, ModelDrafter) else None
+
+    @property
+    def passes(self) -> int:
+        return self._model.passes if self._model else 0
+
+    @property
+    def seconds(self) -> float:
+        return self._model.seconds if self._model else 0.0
+
+    def begin(self) -> None:
+        for source in (self._lookups, self._model):
+            if source is not None:
+                source.begin()
+
+    def _looked_up(self, history: History, k: int) -> dict[str, Proposal]:
+        return self._lookups.propose(history, k) if self._lookups else {}
+
+
+class AdaptiveDrafter(SourcesDrafter):
+    """See ``drafters.Drafter``; for one request.
+
+    Args:
         free: whether any part of what was drafted may be verified. Under rules that judge drafts by the law that they
             were drawn from, leaving a token out because of what it is would change the law of the text: there K is
             chosen before the model draws.
@@ -69,31 +98,19 @@ class AdaptiveDrafter(Drafter):
         free: bool,
         stats: DecodeStats,
     ) -> None:
+        super().__init__(lookups, model, free=free)
         self._controller = controller
-        self._lookups = lookups
-        self._model = model
-        self._steps = model if free and isinstance(model, ModelDrafter) else None
         self._stats = stats
         self._choice: Choice | None = None
         self._proposals: Mapping[str, Proposal] = {}
         self._proposed = 0
 
-    @property
-    def passes(self) -> int:
-        return self._model.passes if self._model else 0
-
-    @property
-    def seconds(self) -> float:
-        return self._model.seconds if self._model else 0.0
-
     def begin(self) -> None:
         self._controller.begin()
-        for source in (self._lookups, self._model):
-            if source is not None:
-                source.begin()
+        super().begin()
 
     def propose(self, history: History, k: int, draw: Draw) -> Sequence[Draft]:
-        proposals = self._lookups.propose(history, k) if self._lookups else {}
+        proposals = self._looked_up(history, k)
         offers: dict[str, Sequence[float]] = {source: proposal.evidence for source, proposal in proposals.items()}
         lacking = self._model.lacking(history) if self._model else 0
         choose, length = self._controller.choose, len(history) - 1
