@@ -42,9 +42,8 @@ def generate(
     text = options.standard_input().read() if prompt == "-" else prompt
     if not text:
         raise OutriderError("the prompt is empty; give at least one token of text")
-    chat = not raw and pipeline.bundle.chat_template is not None
     running = pipeline.stream(
-        [{"role": "user", "content": text}] if chat else text,
+        text if raw else pipeline.codec.turn(text),
         sampling.options(pipeline.codec),
         k=k,
         drafter=drafter,

@@ -4,6 +4,7 @@ bundle/
   manifest.json        what is inside, how it was checked, sha256 of every other file
   target/model.onnx    one graph a model, for prefill, verify and plain decoding
   target/model.resident.onnx  the same with heads behind its logits, for rounds that stay on their device
+  target/model.packed.onnx    the same for many sequences at once; absent where attention cannot take them
   target/weights.bin   of both
   draft/...            absent when the bundle was exported with ``--draft none``; a draft of some of the target's layers
                        is target/draft.onnx, over the same weights
@@ -78,6 +79,11 @@ class ModelInfo:
     def resident_graph(self) -> str:
         """The graph with heads (``export/heads.py``)."""
         return PurePosixPath(self.graph).with_suffix(".resident.onnx").as_posix()
+
+    @property
+    def packed_graph(self) -> str:
+        """The graph for many sequences at once (``PackedLowering`` in ``export/attention.py``), where there is one."""
+        return PurePosixPath(self.graph).with_suffix(".packed.onnx").as_posix()
 
     @property
     def weights(self) -> str:

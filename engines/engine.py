@@ -13,6 +13,11 @@ from outrider.engines.memory import Memory
 
 PREFILL_CHUNK = 256  # rows of a prefill pass; a longer prompt takes several
 NO_CUTOFF = -3e38
+# ONNX Runtime's products on the CPU add up the first so many terms, then the next, and join the sums; but all terms at
+# once where few columns are wanted. Scores are sums over a head, and their columns are the positions: a row's bits
+# would depend on how many rows stand behind it. So wide heads have no fewer positions than this in attention.
+SUMMED_AT_ONCE = 128
+SHORT_CONTEXT = 65
 _UNKNOWN = -1  # no key of a noise slot
 CHOICE_MARGIN = 1e-4  # of a token's Gumbel score: far above what float32 arithmetic can change it by
 

@@ -11,6 +11,7 @@ import platform
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,63 @@ def default_threads() -> int:
         if limit != "max":
             count = min(count, max(1, int(limit) // int(period)))
     return count
+
+
+class OrtSession:
+    """A graph that ONNX Runtime has loaded. ``device`` names what decides the bits; see ``engine.Engine``.
+
+    Args:
+        setup: by default the CPU's.
+
+    Raises:
+        OutriderError: ONNX Runtime or the provider is not installed, or the graph does not load.
+    """
+
+    def __init__(
+        self,
+        graph: Path,
+        info: ModelInfo,
+        *,
+        provider: str = "cpu",
+        threads: int | None = None,
+        setup: ProviderSetup | None = None,
+    ) -> None:
+        self._graph = graph
+        self.threads = threads or default_threads()
+        check_available(provider)
+        with huge_pages() if provider == "cpu" else nullcontext(), _whole_attention():
+            self.session = _open_session(setup or provider_setup(provider, info, graph, ()), self.threads)
+        self.input_names = frozenset(entry.name for entry in self.session.get_inputs())
+        self.output_names = [entry.name for entry in self.session.get_outputs()]
+        _check_shapes(graph, info, self.session)
+        self.device = _device(provider, self.threads)
+
+    def run(self, binding: Any, rows: int, options: Any = None) -> None:
+        """A pass over what is bound.
+
+        Raises:
+            OutriderError: ONNX Runtime fails.
+        """
+        try:
+            self.session.run_with_iobinding(binding, options)
+        except Exception as error:  # ONNX Runtime raises many types, none of them its own
+            raise OutriderError(f"{self._graph}, pass of {rows} rows: {error}") from None
+
+    def describe(self) -> dict[str, Any]:
+        """See ``engine.Engine``."""
+        import onnxruntime as ort
+
+        options = self.session.get_session_options()
+        return {
+            "engine": f"onnxruntime {ort.__version__}",
+            "provider": self.session.get_providers()[0],
+            "device": self.device,
+            "threads": options.intra_op_num_threads,
+            "execution": str(options.execution_mode).rpartition(".")[2],
+            "graph_optimization": str(options.graph_optimization_level).rpartition(".")[2],
+            "session.force_spinning_stop": options.get_session_config_entry("session.force_spinning_stop"),
+            "provider_options": self.session.get_provider_options()[self.session.get_providers()[0]],
+        }
 
 
 class OrtEngine:
@@ -67,22 +125,16 @@ class OrtEngine:
         cache: Path | None = None,
     ) -> None:
         self.info = info
-        self._graph = graph
         self.batch = batch
         self.provider = provider
         self.memory = memory or HostMemory()
         self.heads = heads
-        self.threads = threads or default_threads()
-        check_available(provider)
         stream = getattr(self.memory, "stream", None)
         stream = None if stream is None else int(stream)
         setup = provider_setup(provider, info, graph, table, batch=batch, stream=stream, cache=cache)
-        with huge_pages() if provider == "cpu" else nullcontext(), _whole_attention():
-            self.session = _open_session(setup, self.threads)
-        self.input_names = frozenset(entry.name for entry in self.session.get_inputs())
-        self._output_names = [entry.name for entry in self.session.get_outputs()]
-        _check_shapes(graph, info, self.session)
-        self.device = _device(provider, self.threads)
+        self._session = OrtSession(graph, info, provider=provider, threads=threads, setup=setup)
+        self.threads, self.device = self._session.threads, self._session.device
+        self.input_names = self._session.input_names
         self.state = EngineState(info, batch, self.memory)
         self.table = sorted(table)
         self._plans: dict[tuple[PlanShape, bool], BoundPlan] = {}
@@ -99,11 +151,11 @@ class OrtEngine:
         """See ``plan.BoundEngine``. Each call is a CUDA graph of its own, where there are any."""
         import onnxruntime as ort
 
-        binding, kind = self.session.io_binding(), self.memory.kind
+        binding, kind = self._session.session.io_binding(), self.memory.kind
         for name in self.input_names:
             buffer = buffers[name]
             binding.bind_input(name, kind, 0, buffer.element, buffer.shape, buffer.pointer)
-        for name in self._output_names:
+        for name in self._session.output_names:
             buffer = buffers[name]
             binding.bind_output(name, kind, 0, buffer.element, buffer.shape, buffer.pointer)
         self._bound += 1
@@ -114,31 +166,10 @@ class OrtEngine:
             options = ort.RunOptions()
             for name, value in entries.items():
                 options.add_run_config_entry(name, value)
-        run, graph = self.session.run_with_iobinding, self._graph
-
-        def launch() -> None:
-            try:
-                run(binding, options)
-            except Exception as error:  # ONNX Runtime raises many types, none of them its own
-                raise OutriderError(f"{graph}, pass of {shape.rows} rows: {error}") from None
-
-        return launch
+        return partial(self._session.run, binding, shape.rows, options)
 
     def describe(self) -> dict[str, Any]:
-        import onnxruntime as ort
-
-        options = self.session.get_session_options()
-        return {
-            "engine": f"onnxruntime {ort.__version__}",
-            "provider": self.session.get_providers()[0],
-            "device": self.device,
-            "threads": options.intra_op_num_threads,
-            "execution": str(options.execution_mode).rpartition(".")[2],
-            "graph_optimization": str(options.graph_optimization_level).rpartition(".")[2],
-            "session.force_spinning_stop": options.get_session_config_entry("session.force_spinning_stop"),
-            "provider_options": self.session.get_provider_options()[self.session.get_providers()[0]],
-            "cache_bytes": self.state.cache_bytes,
-        }
+        return self._session.describe() | {"cache_bytes": self.state.cache_bytes}
 
 
 def check_available(provider: str) -> None:

@@ -3,6 +3,8 @@
 ``fused``: com.microsoft operators, for ONNX Runtime on CPU and CUDA; attention costs by the length in use.
 ``standard``: ONNX opset 24 (RMSNormalization, RotaryEmbedding, TensorScatter, Attention), for TensorRT and as the
 portable form; attention costs by the capacity.
+``PackedLowering`` is ``fused`` for many sequences at once, on the CPU: the rows of a pass stand one behind the other,
+as many of each sequence as it has, and only attention sorts them by sequence.
 
 Both take the inputs of the graph contract (``decoder.py``) and update the caches in place when past and present are
 bound to the same memory.
@@ -14,15 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from outrider.engines.engine import SHORT_CONTEXT, SUMMED_AT_ONCE
 from outrider.export.graph import CONTRIB, GraphBuilder
 from outrider.export.spec import DecoderSpec
 
 LOWERINGS = ("fused", "standard")
-# ONNX Runtime's products on the CPU add up the first so many terms, then the next, and join the sums; but all terms at
-# once where few columns are wanted. Scores are sums over a head, and their columns are the positions: a row's bits
-# would depend on how many rows stand behind it.
-_SUMMED_AT_ONCE = 128
-_FEW_POSITIONS = 64
 
 
 class NormWeights(NamedTuple):
@@ -39,9 +37,10 @@ class NormWeights(NamedTuple):
 class Lowering(Protocol):
     name: str
     opset: int
+    sequences: str  # the caches' first axis: that of the rows, or one of its own
 
     def begin(self) -> None:
-        """Compute what all layers share: rotary tables, positions, masks."""
+        """Declare inputs of its own, and compute what all layers share: rotary tables, positions, masks."""
         ...
 
     def positions(self) -> str:
@@ -73,6 +72,7 @@ class FusedLowering:
     """
 
     name = "fused"
+    sequences = "batch"
     head_dim_multiple = 16  # of the CPU kernel with rotary positions
     rotary_multiple = 8  # of the pairs that it rotates
 
@@ -87,6 +87,7 @@ class FusedLowering:
 
     def begin(self) -> None:
         graph = self._graph
+        graph.input("cache_lengths", np.int32, ["batch"])
         _rotary_tables(graph, self._spec, self._capacity)
         # The length that bounds the kernel's loops is cache_last; the total is only an upper bound, so it is fixed.
         graph.constant("cache_capacity", self._capacity, np.int32)
@@ -105,8 +106,8 @@ class FusedLowering:
         rows = graph.node("Shape", ["input_ids"], "rows.shape", start=1, end=2)
         rows = graph.node("Cast", [rows], "rows", to=_onnx_type(np.int32))
         spare = graph.input("spare_rows", np.int64, [1])
-        if self._spec.head_dim > _SUMMED_AT_ONCE:
-            spare = self._spare_beyond(rows, _FEW_POSITIONS)
+        if self._spec.head_dim > SUMMED_AT_ONCE:
+            spare = self._spare_up_to(rows, SHORT_CONTEXT)
         width = (self._spec.num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim
         zero = graph.constant("spare.zero", np.zeros((1, 1, width)), graph.float_dtype)
         batch = graph.node("Shape", ["input_ids"], "batch.shape", start=0, end=1)
@@ -117,12 +118,12 @@ class FusedLowering:
         graph.node("Expand", [rows, batch], "query_rows")
         return rows
 
-    def _spare_beyond(self, rows: str, positions: int) -> str:
-        """Spare rows, as many as are asked for, but so many that each sequence has more than so many positions."""
+    def _spare_up_to(self, rows: str, positions: int) -> str:
+        """Spare rows, as many as are asked for, but so many that each sequence has so many positions."""
         graph = self._graph
         shortest = graph.node("ReduceMin", ["cache_lengths", graph.constant("zero", [0])], "cache_lengths.shortest")
         end = graph.node("Add", [shortest, rows], "rows.end")
-        wanted = graph.constant("positions.wanted", [positions + 1], np.int32)
+        wanted = graph.constant("positions.wanted", [positions], np.int32)
         lacking = graph.node("Sub", [wanted, end], "spare.lacking.int32")
         lacking = graph.node("Cast", [lacking], "spare.lacking", to=_onnx_type(np.int64))
         return graph.node("Max", ["spare_rows", lacking], "spare.rows")
@@ -160,8 +161,14 @@ class FusedLowering:
 
     def attention(self, qkv: str, layer: int, name: str) -> str:
         graph = self._graph
-        rows = graph.node("Concat", [qkv, "spare"], f"{name}.rows", axis=1) if self._exact_rows else qkv
-        output = f"{name}.all_rows" if self._exact_rows else name
+        if not self._exact_rows:
+            return self._attend(qkv, layer, name)
+        rows = graph.node("Concat", [qkv, "spare"], f"{name}.rows", axis=1)
+        output = self._attend(rows, layer, f"{name}.all_rows")
+        cut = [graph.constant("zero", [0]), "rows.shape", graph.constant("one", [1])]
+        return graph.node("Slice", [output, *cut], name)
+
+    def _attend(self, rows: str, layer: int, name: str) -> str:
         caches = [f"past_key.{layer}", f"past_value.{layer}"]
         rotation, window = self._spec.rotation(layer), self._spec.window(layer)
         tables = ["", ""] if rotation is None else [f"{rotation}_cos", f"{rotation}_sin"]
@@ -173,24 +180,56 @@ class FusedLowering:
             options["local_window_size"] = window
         if self._spec.attention_scale is not None or self._spec.scale_by_layer:
             options["scale"] = self._spec.query_scale(layer)
-        graph.nodes(
+        self._graph.nodes(
             "GroupQueryAttention",
             inputs,
-            [output, f"present_key.{layer}", f"present_value.{layer}"],
+            [name, f"present_key.{layer}", f"present_value.{layer}"],
             domain=CONTRIB,
             num_heads=self._spec.num_heads,
             kv_num_heads=self._spec.num_kv_heads,
             do_rotary=int(rotation is not None),
             **options,
         )
-        if not self._exact_rows:
-            return output
-        cut = [graph.constant("zero", [0]), "rows.shape", graph.constant("one", [1])]
-        return graph.node("Slice", [output, *cut], name)
+        return name
+
+
+class PackedLowering(FusedLowering):
+    """On top of the graph contract, with B = 1 for all that is packed and S sequences in the caches:
+
+    inputs  sequence_rows  int64 [S, M, 2]   (0, row of the pass) of each sequence's rows, up to M of them; a row that
+                                             is there twice is a spare row
+            packed_rows    int64 [1, R, 2]   the inverse: (sequence, its row) of each row of the pass
+            query_rows     int32 [S]         how many of its M rows each sequence has, 0 for none
+            cache_last     int32 [S]         the last position of each sequence behind the pass, spare rows included
+            positions      int64 [1, R]      of each row in its sequence
+    """
+
+    sequences = "sequences"
+
+    def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int) -> None:
+        super().__init__(graph, spec, capacity, exact_rows=True)
+
+    def begin(self) -> None:
+        graph = self._graph
+        _rotary_tables(graph, self._spec, self._capacity)
+        graph.constant("cache_capacity", self._capacity, np.int32)
+        graph.input("sequence_rows", np.int64, [self.sequences, "attention_rows", 2])
+        graph.input("packed_rows", np.int64, [1, "rows", 2])
+        graph.input("query_rows", np.int32, [self.sequences])
+        graph.input("cache_last", np.int32, [self.sequences])
+
+    def positions(self) -> str:
+        return self._graph.input("positions", np.int64, [1, "rows"])
+
+    def attention(self, qkv: str, layer: int, name: str) -> str:
+        rows = self._graph.node("GatherND", [qkv, "sequence_rows"], f"{name}.rows")
+        output = self._attend(rows, layer, f"{name}.all_rows")
+        return self._graph.node("GatherND", [output, "packed_rows"], name)
 
 
 class StandardLowering:
     name = "standard"
+    sequences = "batch"
     opset = 24
 
     def __init__(self, graph: GraphBuilder, spec: DecoderSpec, capacity: int) -> None:
@@ -200,6 +239,7 @@ class StandardLowering:
 
     def begin(self) -> None:
         graph = self._graph
+        graph.input("cache_lengths", np.int32, ["batch"])
         _rotary_tables(graph, self._spec, self._capacity)
         start = graph.node("Cast", ["cache_lengths"], "write_index", to=_onnx_type(np.int64))
         rows = graph.node("Shape", ["input_ids"], "rows.shape", start=1, end=2)

@@ -25,7 +25,7 @@ import onnx
 from numpy.typing import NDArray
 
 from outrider.engines.errors import OutriderError
-from outrider.export.attention import FusedLowering, Lowering, NormWeights, StandardLowering
+from outrider.export.attention import FusedLowering, Lowering, NormWeights, PackedLowering, StandardLowering
 from outrider.export.checkpoint import Checkpoint, Quantized, finite, read_all
 from outrider.export.experts import Experts
 from outrider.export.graph import GraphBuilder
@@ -46,6 +46,7 @@ def build_decoder(
     formats: Formats,
     *,
     capacity: int,
+    packed: bool = False,
     progress: Progress = lambda stage: None,
 ) -> onnx.ModelProto:
     """Put the weights into ``weights`` and return the graph that refers to them.
@@ -53,6 +54,7 @@ def build_decoder(
     Args:
         spec: its ``vocab_size`` may be smaller than the checkpoint's, whose further rows are cut off.
         capacity: cache positions a sequence.
+        packed: for many sequences at once; see ``PackedLowering``.
         progress: called with the name of each part when it is written (embedding, each layer, head).
 
     Raises:
@@ -81,12 +83,20 @@ def build_decoder(
         )
     graph = GraphBuilder(weights, np.dtype(float_type(lowering, precision)))
     lowered: Lowering
-    if lowering == "fused":
+    if packed:
+        assert can_pack(formats), formats
+        lowered = PackedLowering(graph, spec, capacity)
+    elif lowering == "fused":
         # fp16 is for GPUs: their attention kernel has no ragged form yet, and fixed plans settle the rows there.
         lowered = FusedLowering(graph, spec, capacity, exact_rows=precision != "fp16")
     else:
         lowered = StandardLowering(graph, spec, capacity)
     return _Decoder(graph, spec, checkpoint, lowered, formats, capacity, progress).build()
+
+
+def can_pack(formats: Formats) -> bool:
+    """Whether there is a graph for many sequences at once: where attention takes as many rows of each as it has."""
+    return formats.lowering == "fused" and formats.precision != "fp16"
 
 
 def _check_blocks(spec: DecoderSpec, checkpoint: Checkpoint, lowering: str, precision: str) -> None:
@@ -194,10 +204,9 @@ class _Decoder:
     def _declare(self) -> None:
         graph, spec = self.graph, self.spec
         graph.input("input_ids", np.int64, ["batch", "rows"])
-        graph.input("cache_lengths", np.int32, ["batch"])
         graph.input("logit_rows", np.int64, ["batch", "logit_rows"])
         graph.output("logits", np.float32, ["batch", "logit_rows", spec.vocab_size])
-        shape: list[int | str] = ["batch", spec.num_kv_heads, self.capacity, spec.head_dim]
+        shape: list[int | str] = [self.lowering.sequences, spec.num_kv_heads, self.capacity, spec.head_dim]
         for layer in range(spec.num_layers):
             for kind in ("key", "value"):
                 graph.input(f"past_{kind}.{layer}", graph.float_dtype, shape)

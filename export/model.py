@@ -18,7 +18,7 @@ from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import probe_rows
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import Checkpoint
-from outrider.export.decoder import build_decoder
+from outrider.export.decoder import build_decoder, can_pack
 from outrider.export.graph import save_model
 from outrider.export.heads import with_heads
 from outrider.export.precision import Formats, float_type, tensor_precisions
@@ -84,8 +84,16 @@ class ModelExport:
 
                 model = self._decoder(file, written)
         save_model(model, work / info.graph)
+        self._write_packed(model, work / info.packed_graph)
         save_model(with_heads(model, noise_slots(self.tiers)), work / info.resident_graph)
         return info
+
+    def _write_packed(self, plain: onnx.ModelProto, path: Path) -> None:
+        """The graph for many sequences at once, where there is one, over the same weights."""
+        if can_pack(self._formats):
+            weights, capacity = SharedWeights(plain), cache_capacity(self.max_length)
+            model = build_decoder(self.spec, self.checkpoint, weights, self._formats, capacity=capacity, packed=True)
+            save_model(model, path)
 
     def check(self, work: Path, info: ModelInfo, ids: list[int], threads: int | None, progress: Progress) -> ModelInfo:
         """Compare the engine with the checkpoint over the start of a text, and probe its rows.
@@ -106,8 +114,8 @@ class ModelExport:
         try:
             checked = part._check(work, part_info, ids, threads, progress)
         finally:
-            for name in (part_info.graph, part_info.resident_graph):
-                (work / name).unlink()
+            for name in (part_info.graph, part_info.resident_graph, part_info.packed_graph):
+                (work / name).unlink(missing_ok=True)
         return replace(
             info, check=checked.check, exactness=checked.exactness, min_rows=checked.min_rows, device=checked.device
         )

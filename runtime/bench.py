@@ -279,9 +279,8 @@ def plan_arms(pipeline: Pipeline, tiers: Sequence[int], drafters: Sequence[str] 
 
 def encode_prompt(pipeline: Pipeline, prompt: Prompt) -> list[int]:
     """As a chat message where the bundle has a template, else as it is."""
-    chat = pipeline.bundle.chat_template is not None
     try:
-        return pipeline.encode([{"role": "user", "content": prompt.text}] if chat else prompt.text)
+        return pipeline.encode(pipeline.codec.turn(prompt.text))
     except OutriderError as error:
         raise OutriderError(f"prompt {prompt.id}: {error}") from None
 

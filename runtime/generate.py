@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
 
-from outrider.engines.bundle import NEXT_TOKENS, TOKENIZER, Bundle
+from outrider.engines.bundle import Bundle
 from outrider.engines.engine import Engine, PlanShape
 from outrider.engines.errors import OutriderError
-from outrider.engines.next_tokens import NextTokens
 from outrider.engines.open import Opener
 from outrider.engines.plan import BoundEngine
 from outrider.engines.probe import probe_rows
 from outrider.engines.round import DeviceRound
-from outrider.runtime.accept import ExactRule, acceptance_rule
-from outrider.runtime.choose import Chooser
-from outrider.runtime.commit import Output
+from outrider.runtime.accept import ExactRule
 from outrider.runtime.controller import Controller
 from outrider.runtime.decode import Request, decode
-from outrider.runtime.drafters import Drafter, ModelSource, NoDrafter
-from outrider.runtime.drafters.adaptive import AdaptiveDrafter, Lookups
-from outrider.runtime.drafters.cascade import CascadeDrafter
-from outrider.runtime.drafters.model import ModelDrafter
-from outrider.runtime.drafters.ngram import NgramDrafter
-from outrider.runtime.drafters.translated import TranslatedDrafter
-from outrider.runtime.generation import Generation, GenerationResult, Speculation
+from outrider.runtime.drafters import Drafter, ModelSource
+from outrider.runtime.drafters.roster import DRAFTERS, WITH_MODEL, Roster
+from outrider.runtime.generation import Generation, GenerationResult
+from outrider.runtime.intake import Intake
 from outrider.runtime.resident import ResidentLaw, ResidentModel, ResidentPair, can_stay
-from outrider.runtime.sampling.grammar import GrammarCompiler, GrammarState
-from outrider.runtime.sampling.history import History
-from outrider.runtime.sampling.options import SamplingOptions, is_int
+from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.sequence import CachedModel
-from outrider.runtime.stats import DecodeStats
-from outrider.runtime.text import Message, StoppingStream, TextCodec
+from outrider.runtime.text import Message
 from outrider.runtime.tuning import Tuning, read_tuning, tune
 
-DRAFTERS = ("model", "ngram", "cascade", "none")
-_WITH_MODEL = ("model", "cascade")
+__all__ = ["DRAFTERS", "Pipeline"]
 
 
 class Pipeline:
@@ -54,22 +43,20 @@ class Pipeline:
     def __init__(self, bundle: Bundle, target: Engine, draft: Engine | None) -> None:
         self.bundle = bundle
         self.manifest = bundle.manifest
-        self.codec = TextCodec(bundle)
         self.target_engine = target
         self.draft_engine = draft
         table = target.table
         self.tiers = tuple(k for k in bundle.manifest.tiers if not table or PlanShape(k + 1, k + 1) in table)
+        self.intake = Intake(bundle, self.tiers, target.device)
+        self.codec = self.intake.codec
         self.exactness, min_rows = self._probe_rows()
         self.target = CachedModel(target, min_rows)
         self.draft = CachedModel(draft, 1) if draft else None  # its bits decide no text
         self._rounds: dict[int, DeviceRound] = {}
-        next_tokens = self._next_tokens()
-        self.lookups = Lookups(next_tokens)
-        self._ngram_drafter = NgramDrafter(next_tokens)
-        self.model_drafter = self._model_drafter(self.draft) if self.draft else None
+        model = self.intake.model_drafter(self.draft) if self.draft else None
+        self.roster = Roster(model, self.intake.next_tokens())
         self._tuning: Tuning | None = None
         self._controller: Controller | None = None
-        self._grammars: GrammarCompiler | None = None
         self.lock = RLock()  # a round at a time, whatever thread it is for
         self.owner: Generation | None = None
 
@@ -141,32 +128,13 @@ class Pipeline:
         if not isinstance(options, SamplingOptions):
             raise OutriderError(f"options is {options!r}; give SamplingOptions, or options by name")
         parsed = options.replace(changes)
-        speculation = self._speculation(drafter, k, acceptance)
+        speculation = self.intake.speculation(drafter, k, acceptance)
         ids = self.encode(prompt)
         return Generation(self, self.new_request(ids, parsed, acceptance), speculation)
 
     def new_request(self, prompt: Sequence[int], options: SamplingOptions, acceptance: str = "exact") -> Request:
-        """A request for ``decode``, with room for what was asked and still fits the context behind ``prompt``.
-
-        Raises:
-            OutriderError: the options name a token that does not exist, or a grammar that does not compile.
-        """
-        vocab_size = self.manifest.target.vocab_size
-        options.check_vocabulary(vocab_size)
-        eos = options.eos_token_ids(self.manifest.eos_token_ids)
-        ends = {*eos, *options.stop_token_ids}
-        history = History(prompt, ends, self._grammar(options), counting=options.penalizing)
-        output = Output(
-            history,
-            StoppingStream(self.codec, options.stop_strings),
-            min(options.max_new_tokens, self.manifest.max_length - len(prompt)),
-            options.min_new_tokens,
-            frozenset(eos),
-            frozenset(options.stop_token_ids),
-        )
-        seed = secrets.randbits(64) if options.seed is None else int(options.seed)
-        chooser = Chooser(options, history, seed, vocab_size)
-        return Request(history, chooser, acceptance_rule(acceptance), output, DecodeStats(len(prompt)))
+        """See ``Intake.new_request``."""
+        return self.intake.new_request(prompt, options, acceptance)
 
     def decode(
         self,
@@ -189,25 +157,27 @@ class Pipeline:
         """
         if k is None and controller is None:
             controller = self.prepare_controller()  # first: it may run passes, and write to the inputs of heads
-        target, model = self.target, self.model_drafter
+        target: CachedModel = self.target
+        model: ModelSource | None = None  # the bundle's
         if not exact:
             target = CachedModel(self.target_engine, 1, exact=False)
             target.tokens = self.target.tokens  # one cache, one list
         heads = self.target_engine.heads
         if heads is not None and can_stay(request.chooser, request.rule):
             law = ResidentLaw(heads, request.chooser)
-            if drafter in _WITH_MODEL and k != 0 and self.draft is not None and self.draft.engine.heads is heads:
+            if drafter in WITH_MODEL and k != 0 and self.draft is not None and self.draft.engine.heads is heads:
                 rounds = lambda room: self.device_round(room if k is None else k)  # noqa: E731
                 model = ResidentPair(target, self.draft, law, rounds, self.tiers)
                 target = model.target
             else:
                 target = ResidentModel(target, law)
         if k is not None:
-            yield from decode(target, self.drafter(drafter, model), k, request)
+            yield from decode(target, self.roster.drafter(drafter, model), k, request)
             return
         assert controller is not None
-        chosen = self._adaptive_drafter(drafter, model, request, controller)
-        yield from decode(target, chosen, max(self.tiers), request)
+        free = self.drafts_freely(request)
+        adaptive = self.roster.adaptive(drafter, controller, request.stats, free=free, model=model)
+        yield from decode(target, adaptive, max(self.tiers), request)
 
     @property
     def tuning(self) -> Tuning:
@@ -226,65 +196,27 @@ class Pipeline:
 
     @property
     def default_drafter(self) -> str:
-        return "cascade" if self.draft else "ngram"
+        return self.intake.default_drafter
 
     def drafts_freely(self, request: Request) -> bool:
         """Whether a controller may see each token of the draft model before it chooses; see ``AdaptiveDrafter``."""
         return isinstance(request.rule, ExactRule) and self.target_engine.heads is None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            OutriderError: it is empty, no text, or leaves no room for a token.
-        """
-        ids = self.codec.encode(prompt)
-        if len(ids) >= self.manifest.max_length:
-            raise OutriderError(
-                f"the prompt has {len(ids)} tokens, this bundle takes at most {self.manifest.max_length - 1}; "
-                "shorten it or export with a larger --max-length"
-            )
-        return ids
+        """See ``Intake.encode``."""
+        return self.intake.encode(prompt)
 
     def check_k(self, k: int) -> None:
-        """Raises OutriderError when K is negative or larger than the tiers that are served."""
-        largest, exported = max(self.tiers), max(self.manifest.tiers)
-        if not is_int(k):
-            raise OutriderError(f"K is {k!r}; it must be a whole number")
-        if k < 0:
-            raise OutriderError(f"K = {k} is negative; use 0 for plain decoding")
-        if k > largest:
-            made = "bundle; export" if largest == exported else f"bundle's {self.target_engine.device}; build"
-            raise OutriderError(f"K = {k} is outside 0 to {largest}, the largest tier of this {made} with --k {k}")
+        """See ``Intake.check_k``."""
+        self.intake.check_k(k)
 
     def check_acceptance(self, drafter: str, acceptance: str) -> None:
-        """Raises OutriderError for a rule that judges drafts by the law they were drawn from, where they have none."""
-        acceptance_rule(acceptance)
-        if drafter in _WITH_MODEL and self.manifest.translated and acceptance != "exact":
-            raise OutriderError(
-                f"acceptance {acceptance} needs the draft's probabilities of the target's tokens, and this draft has "
-                "another tokenizer; use --acceptance exact, or --drafter ngram"
-            )
+        """See ``Intake.check_acceptance``."""
+        self.intake.check_acceptance(drafter, acceptance)
 
-    def drafter(self, name: str, model: ModelSource | None = None) -> Drafter:
-        """The drafter called ``name`` (one of ``DRAFTERS``).
-
-        Args:
-            model: what drafts in place of the bundle's draft model.
-
-        Raises:
-            OutriderError: there is no such drafter, or this bundle has no draft model.
-        """
-        if name not in DRAFTERS:
-            raise OutriderError(f"unknown drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
-        if name == "none":
-            return NoDrafter()
-        if name == "ngram":
-            return self._ngram_drafter
-        model = model or self.model_drafter
-        if model is None:
-            raise OutriderError("this bundle has no draft model; use --drafter ngram, or export with --draft PATH")
-        return model if name == "model" else CascadeDrafter(NgramDrafter(), model)
+    def drafter(self, name: str) -> Drafter:
+        """See ``Roster.drafter``."""
+        return self.roster.drafter(name)
 
     def clear_caches(self) -> None:
         """Forget what the caches hold: the next request begins with its whole prompt."""
@@ -293,48 +225,6 @@ class Pipeline:
             for model in (self.target, self.draft):
                 if model is not None:
                     model.rollback(0)
-
-    def _speculation(self, drafter: str | None, k: int | None, acceptance: str) -> Speculation:
-        name = self.default_drafter if drafter is None else drafter
-        self.drafter(name)
-        if k is not None:
-            self.check_k(k)
-        if k == 0 or name == "none":
-            return Speculation("none", 0, acceptance)
-        self.check_acceptance(name, acceptance)
-        return Speculation(name, k, acceptance, translated=name in _WITH_MODEL and self.manifest.translated)
-
-    def _next_tokens(self) -> NextTokens | None:
-        if NEXT_TOKENS not in self.bundle.files:
-            return None
-        return NextTokens.load(self.bundle.path(NEXT_TOKENS), self.manifest.target.vocab_size)
-
-    def _adaptive_drafter(
-        self, name: str, model: ModelSource | None, request: Request, controller: Controller
-    ) -> Drafter:
-        """Chooses among what the drafter ``name`` may ask, and the table of next tokens with ``cascade``."""
-        return AdaptiveDrafter(
-            controller,
-            self.lookups if name in ("ngram", "cascade") else None,
-            model if name in _WITH_MODEL else None,
-            free=self.drafts_freely(request),
-            stats=request.stats,
-        )
-
-    def _model_drafter(self, draft: CachedModel) -> ModelSource:
-        if not self.manifest.translated:
-            return ModelDrafter(draft)
-        return TranslatedDrafter(draft, self.codec, TextCodec(self.bundle, draft.engine.info.tokenizer))
-
-    def _grammar(self, options: SamplingOptions) -> GrammarState | None:
-        if not options.grammar:
-            return None
-        if self._grammars is None:
-            manifest = self.manifest
-            self._grammars = GrammarCompiler(
-                self.bundle.path(TOKENIZER), manifest.target.vocab_size, manifest.eos_token_ids
-            )
-        return self._grammars.compile(**options.grammar)
 
     def device_round(self, k: int) -> DeviceRound:
         """Of the smallest tier that holds K drafts; made once and kept."""

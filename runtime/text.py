@@ -34,6 +34,10 @@ class TextCodec:
     def has_template(self) -> bool:
         return self._template is not None
 
+    def turn(self, text: str) -> str | list[Message]:
+        """A prompt of one text: a user's message where the bundle has a chat template, else the text as it is."""
+        return [{"role": "user", "content": text}] if self.has_template else text
+
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text, or of a conversation through the chat template.
 

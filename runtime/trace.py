@@ -110,7 +110,7 @@ def record(
 ) -> tuple[TracedRequest, DecodeStats]:
     """Decode a prompt plainly, and note at every position what the bundle's drafters have to say."""
     request = pipeline.new_request(prompt, options)
-    drafter = RecordingDrafter(pipeline.lookups, pipeline.model_drafter, free=pipeline.drafts_freely(request))
+    drafter = RecordingDrafter(pipeline.roster.lookups, pipeline.roster.model, free=pipeline.drafts_freely(request))
     for _ in decode(pipeline.target, drafter, max(pipeline.tiers), request):
         pass
     positions = drafter.positions(request.history.tokens)

@@ -202,9 +202,8 @@ def _try_drafts(
 
 def _encode(pipeline: Pipeline, prompt: str) -> list[int]:
     """As a chat message where the template takes it, else as it is."""
-    if pipeline.bundle.chat_template is not None:
-        with suppress(OutriderError):
-            return pipeline.codec.encode([{"role": "user", "content": prompt}])
+    with suppress(OutriderError):
+        return pipeline.codec.encode(pipeline.codec.turn(prompt))
     return pipeline.codec.encode(prompt)
 
 

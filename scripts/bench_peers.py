@@ -93,7 +93,7 @@ def encode(bundle: Path, prompts: list[Prompt], max_new_tokens: int) -> list[lis
     opened = Bundle(bundle)
     codec, encoded = TextCodec(opened), []
     for prompt in prompts:
-        ids = codec.encode([{"role": "user", "content": prompt.text}] if opened.chat_template else prompt.text)
+        ids = codec.encode(codec.turn(prompt.text))
         if len(ids) + max_new_tokens > opened.manifest.max_length:
             raise OutriderError(f"prompt {prompt.id}: its {len(ids)} tokens leave no room for {max_new_tokens} more")
         encoded.append(ids)

@@ -111,7 +111,7 @@ def test_wide_heads_around_64_positions(tmp_path: Path, precision: str, monkeypa
     widths = [width for width in (1, 2, 3, 4, 6, 8, 9, 36, 72) if width >= info.min_rows]
     first, *others = map(by, widths)
     assert all(np.array_equal(first, other) for other in others)
-    monkeypatch.setattr(attention, "_SUMMED_AT_ONCE", 256)  # the graph without its spare rows, which the probe finds
+    monkeypatch.setattr(attention, "SUMMED_AT_ONCE", 256)  # the graph without its spare rows, which the probe finds
     without = export_bundle(str(source), None, tmp_path / "without", options, threads=2).target
     assert without.exactness != "bitwise"
 

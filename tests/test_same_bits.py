@@ -102,8 +102,8 @@ def drafting(pipeline: Pipeline, drafter: Drafter | None) -> Iterator[None]:
     """``drafter`` in the place of the n-gram drafter."""
     with pytest.MonkeyPatch.context() as patch:
         if drafter is not None:
-            patch.setattr(pipeline, "_ngram_drafter", drafter)
-            patch.setattr(pipeline, "lookups", ScriptedLookups(drafter))
+            patch.setattr(pipeline.roster, "ngram", drafter)
+            patch.setattr(pipeline.roster, "lookups", ScriptedLookups(drafter))
         yield
 
 
