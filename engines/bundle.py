@@ -28,8 +28,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from outrider.engines.errors import OutriderError
 
 FORMAT = "outrider-bundle"
-VERSION = 4
+VERSION = 5
 MANIFEST = "manifest.json"
+ABSENT = "absent"  # of a graph
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "weights.bin"  # beside each graph
 CUT_GRAPH = "target/draft.onnx"  # of a draft that is a part of the target
@@ -43,7 +44,8 @@ class ModelInfo:
     """What an engine must know of a graph, and what was proved of it at export.
 
     ``capacity`` is the number of cache positions a sequence owns; ``exactness`` and ``min_rows`` are what the row probe
-    found on ``device`` (see ``probe.py``), ``unprobed`` where none could run; ``check`` is the comparison with the
+    found on ``device`` (see ``probe.py``), ``unprobed`` where none could run; ``packed_exactness`` is ``bitwise`` where
+    the packed graph gives the same bits there, ``absent`` where there is none; ``check`` is the comparison with the
     checkpoint. ``tokenizer`` is the file of its vocabulary: the target's, or one of its own for a draft that is
     translated. ``tensor_precision`` are the precisions of matrices that have one of their own, by pattern of names. Of
     a quantized checkpoint, ``taken_over`` counts by type the matrices that are the file's own, and ``rounded_anew``
@@ -69,6 +71,7 @@ class ModelInfo:
     tensor_precision: dict[str, str] = field(default_factory=dict)
     taken_over: dict[str, int] = field(default_factory=dict)
     rounded_anew: dict[str, int] = field(default_factory=dict)
+    packed_exactness: str = ABSENT
 
     @property
     def precisions(self) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ from outrider.engines.cache import cache_folder
 from outrider.engines.cuda import CudaDriver, CudaMemory
 from outrider.engines.engine import DRAFT_TABLE, Engine, HeadInputs, PlanShape, noise_slots, plan_table
 from outrider.engines.errors import OutriderError
-from outrider.engines.ort import OrtEngine, check_available
+from outrider.engines.ort import OrtEngine, check_available, cpu_device
+from outrider.engines.packed import PackedEngine
+from outrider.engines.probe import packed_reference, probe_packed
 from outrider.engines.providers import PROVIDERS as ORT_PROVIDERS
 from outrider.engines.providers import cache_key, check_provider, provider_setup
 from outrider.engines.tensorrt import LIBRARIES, TensorrtEngine, check_built, check_graph, load_library
@@ -78,3 +80,28 @@ class Opener:
             slots = noise_slots(self.bundle.manifest.tiers)
             self._heads[info.tokenizer] = HeadInputs(self._memory, info.vocab_size, slots)
         return self._memory, self._heads[info.tokenizer]
+
+
+def open_packed(
+    bundle: Bundle, role: str, *, sequences: int, most_rows: int, threads: int | None = None
+) -> tuple[PackedEngine, str]:
+    """A model of a bundle on the CPU for many sequences at once, and whether its rows are those of single runs.
+
+    Raises:
+        OutriderError: the bundle has no packed graph of it.
+    """
+    info = bundle.manifest.models[role]
+    if info.packed_graph not in bundle.files:
+        raise OutriderError(
+            f"{bundle.folder} has no graph of its {role} for several requests at once; export it with --lowering fused "
+            "in fp32, int8 or int4"
+        )
+    reference = None
+    if info.device != cpu_device(threads) and role == "target":  # a draft's bits decide no text
+        # The export's probe holds for the machine that it ran on. One session at a time, for the memory of both.
+        engine = OrtEngine(bundle.path(info.graph), info, threads=threads)
+        reference = packed_reference(engine, info.min_rows)
+        del engine
+    shape = {"sequences": sequences, "min_rows": info.min_rows, "most_rows": most_rows}
+    packed = PackedEngine(bundle.path(info.packed_graph), info, **shape, threads=threads)
+    return packed, info.packed_exactness if reference is None else probe_packed(packed, reference)

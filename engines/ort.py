@@ -172,6 +172,12 @@ class OrtEngine:
         return self._session.describe() | {"cache_bytes": self.state.cache_bytes}
 
 
+def cpu_device(threads: int | None = None) -> str:
+    """What decides the bits on the CPU; see ``engine.Engine``."""
+    check_available("cpu")
+    return _device("cpu", threads or default_threads())
+
+
 def check_available(provider: str) -> None:
     """Raises OutriderError when ONNX Runtime is not installed, or not with this provider."""
     name, packages = provider_package(provider)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.engines.engine import PREFILL_CHUNK, Engine
 from outrider.engines.errors import OutriderError
+from outrider.engines.packed import PackedEngine, Segment
 
 _POSITIONS = 12
 # Lengths of texts whose last positions lie where kernels cut their work in other ways: around a power of two, and 64
@@ -60,6 +61,69 @@ def probe_rows(engine: Engine, tiers: Sequence[int], seed: int = 0) -> RowProbe:
     if fixed and all(_are_fixed(engine, part, (1, widest), rng) for part in parts):
         return RowProbe("fixed-rows", widest)
     return RowProbe("tolerance", 1)
+
+
+Reference = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
+
+
+def packed_reference(engine: Engine, min_rows: int, seed: int = 0) -> Reference:
+    """Texts, and logits of the last positions of each, by an engine of one sequence: what ``probe_packed`` expects.
+
+    Args:
+        engine: batch 1; its cache is overwritten.
+        min_rows: what the row probe found of it.
+    """
+    rng = np.random.default_rng(seed)
+    longest = engine.info.capacity - PREFILL_CHUNK
+    reference = []
+    for length in _CROSSING:
+        text = rng.integers(0, engine.info.vocab_size, max(_POSITIONS + 1, min(length, longest)))
+        _prefill(engine, text)
+        reference.append((text, _logits_by(engine, text, max(min_rows, _POSITIONS), rng, valid=_POSITIONS)))
+    return reference
+
+
+def probe_packed(packed: PackedEngine, reference: Reference, seed: int = 0) -> str:
+    """Compare passes of several sequences, of rows at random, with passes of each alone.
+
+    Args:
+        packed: its caches are overwritten.
+        reference: of the same model.
+
+    Returns:
+        ``bitwise`` when all rows are the same; else ``tolerance``.
+    """
+    rng = np.random.default_rng(seed)
+    for start in range(0, len(reference), packed.sequences):
+        texts, expected = zip(*reference[start : start + packed.sequences], strict=True)
+        if not all(map(np.array_equal, _packed_logits(packed, texts, rng), expected)):
+            return "tolerance"
+    return "bitwise"
+
+
+def _packed_logits(
+    packed: PackedEngine, texts: Sequence[NDArray[np.int64]], rng: np.random.Generator
+) -> list[NDArray[np.float32]]:
+    """Logits of the last positions of each text, from passes in which each has some rows or none."""
+    widest = packed.most_rows // packed.sequences
+    places = [len(text) - _POSITIONS for text in texts]
+    for sequence, (text, place) in enumerate(zip(texts, places, strict=True)):
+        for start in range(0, place, packed.most_rows):
+            end = min(place, start + packed.most_rows)
+            packed.run([Segment(sequence, start, text[start:end].tolist(), 1)])
+    found: list[list[NDArray[np.float32]]] = [[] for _ in texts]
+    while any(place < len(text) for place, text in zip(places, texts, strict=True)):
+        segments = []
+        for sequence, text in enumerate(texts):
+            rows = min(int(rng.integers(0, widest + 1)), len(text) - places[sequence])
+            if rows:
+                part = text[places[sequence] : places[sequence] + rows].tolist()
+                segments.append(Segment(sequence, places[sequence], part, rows))
+                places[sequence] += rows
+        if segments:
+            for segment, logits in zip(segments, packed.run(segments), strict=True):
+                found[segment.sequence].append(logits.copy())
+    return [np.concatenate(parts) for parts in found]
 
 
 def _exact_widths(engine: Engine, text: NDArray[np.int64], widths: set[int], rng: np.random.Generator) -> set[int]:

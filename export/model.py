@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from outrider.engines.bundle import TOKENIZER, ModelInfo
 from outrider.engines.engine import PREFILL_CHUNK, noise_slots
 from outrider.engines.ort import OrtEngine
-from outrider.engines.probe import probe_rows
+from outrider.engines.packed import PackedEngine
+from outrider.engines.probe import Reference, packed_reference, probe_packed, probe_rows
 from outrider.export.check import check_engine
 from outrider.export.checkpoint import Checkpoint
 from outrider.export.decoder import build_decoder, can_pack
@@ -32,6 +33,7 @@ from outrider.export.widen import widened_engine
 Progress = Callable[[str], None]
 _CHECKED_SHARE = 0.3  # of the memory: engines may pack a second copy of their weights
 _CHECK_TOKENS = 256  # enough for a perplexity, few enough to cost less than rounding the weights
+_PROBED_SEQUENCES = 3
 STORED_TOKENS = 32  # for "is it that model?"
 
 
@@ -117,7 +119,12 @@ class ModelExport:
             for name in (part_info.graph, part_info.resident_graph, part_info.packed_graph):
                 (work / name).unlink(missing_ok=True)
         return replace(
-            info, check=checked.check, exactness=checked.exactness, min_rows=checked.min_rows, device=checked.device
+            info,
+            check=checked.check,
+            exactness=checked.exactness,
+            min_rows=checked.min_rows,
+            packed_exactness=checked.packed_exactness,
+            device=checked.device,
         )
 
     def _one_of_each_kind(self) -> tuple[int, ...]:
@@ -146,8 +153,25 @@ class ModelExport:
             progress("no row probe")
             return replace(info, exactness="unprobed")
         probe = probe_rows(engine, self.tiers)
+        info = replace(info, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
+        if (work / info.packed_graph).is_file():
+            reference = packed_reference(engine, info.min_rows)
+            del engine  # for the memory of the next
+            info = replace(info, packed_exactness=self._probe_packed(work, info, threads, reference))
         progress("row probe")
-        return replace(info, exactness=probe.exactness, min_rows=probe.min_rows, device=engine.device)
+        return info
+
+    def _probe_packed(self, work: Path, info: ModelInfo, threads: int | None, reference: Reference) -> str:
+        rows = _PROBED_SEQUENCES * (max(self.tiers) + 1)
+        packed = PackedEngine(
+            work / info.packed_graph,
+            info,
+            sequences=_PROBED_SEQUENCES,
+            min_rows=info.min_rows,
+            most_rows=max(rows, info.min_rows),
+            threads=threads,
+        )
+        return probe_packed(packed, reference)
 
     def _references(self, ids: list[int], threads: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Logits over a text of the checkpoint, and over the beginning of it of the checkpoint as stored."""
@@ -168,6 +192,7 @@ class ModelExport:
 
     def _info(self) -> ModelInfo:
         """Of a model that is not checked yet."""
+        origins = self._provenance()
         return ModelInfo(
             graph=self.graph,
             architecture=self.spec.architecture,
@@ -186,7 +211,8 @@ class ModelExport:
             device="",
             check={},
             tokenizer=self.tokenizer,
-            **self._provenance(),
+            taken_over=origins.get("taken_over", {}),
+            rounded_anew=origins.get("rounded_anew", {}),
         )
 
     @property

@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from outrider.runtime.costs import Costs
+from outrider.runtime.costs import RoundCosts
 
 LOOKUP, TABLE, MODEL, BLOCK = "lookup", "table", "model", "block"
 SOURCES = (LOOKUP, TABLE, MODEL, BLOCK)
@@ -161,8 +161,9 @@ class Acceptance:
 class Controller:
     """The state of numbers behind the choices of one pipeline; ``begin`` starts a request."""
 
-    costs: Costs
+    costs: RoundCosts
     priors: Priors = field(default_factory=lambda: DEFAULT_PRIORS)
+    clocked: bool = True  # whether the seconds that it hears of are those of its own passes
 
     def __post_init__(self) -> None:
         self.acceptance = {source: Acceptance(source, self.priors[source]) for source in SOURCES}
@@ -232,7 +233,7 @@ class Controller:
                 on otherwise behind them; also of proposals that were not verified.
             seconds: of the verify pass, where there is a clock.
         """
-        if seconds is not None:
+        if seconds is not None and self.clocked:
             self._pace.saw(choice.k, seconds / self._tabled[choice.k])
         for source, (evidence, accepted, refused) in judged.items():
             self.acceptance[source].judge(evidence, accepted, refused)
@@ -242,6 +243,8 @@ class Controller:
 
     def took(self, choice: Choice, seconds: float) -> None:
         """How long the drafting of a choice really took: samplers, for one, add to the steps that were measured."""
+        if not self.clocked:
+            return
         found = self._step_ratio * min(_RATIO, max(1 / _RATIO, seconds / choice.drafting))
         self._step_ratio = self._step_ratio * _RATE_MEMORY + found * (1 - _RATE_MEMORY)
 

@@ -7,6 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
+from typing import Protocol
+
+
+class RoundCosts(Protocol):
+    """What a controller asks, in seconds; see ``Costs``."""
+
+    @property
+    def largest_k(self) -> int: ...
+
+    @property
+    def round_host(self) -> float: ...
+
+    def rounds(self, length: int) -> Sequence[float]: ...
+
+    def first_step(self, rows: int, length: int) -> float: ...
+
+    def step(self, length: int) -> float: ...
 
 
 @dataclass(frozen=True, eq=False)  # compared, and hashed in every round, by identity
@@ -55,11 +72,11 @@ class Costs:
     def first_step(self, rows: int, length: int) -> float:
         """Seconds of a round's first draft step, whose pass appends ``rows`` tokens."""
         times = _at(self, length // _GRAIN * _GRAIN)[1]
-        return _interpolate(self.draft_rows, times, rows) + self.draft_host
+        return interpolate(self.draft_rows, times, rows) + self.draft_host
 
     def step(self, length: int) -> float:
         """Seconds of each draft step behind it."""
-        return _interpolate(self.lengths, self.draft_step, length // _GRAIN * _GRAIN) + self.draft_host
+        return interpolate(self.lengths, self.draft_step, length // _GRAIN * _GRAIN) + self.draft_host
 
 
 _GRAIN = 32  # tokens of context that cost the same
@@ -67,11 +84,11 @@ _GRAIN = 32  # tokens of context that cost the same
 
 @lru_cache(maxsize=256)
 def _at(costs: Costs, length: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    verify = tuple(_interpolate(costs.lengths, row, length) + costs.round_host for row in costs.verify)
-    return verify, tuple(_interpolate(costs.lengths, row, length) for row in costs.draft)
+    verify = tuple(interpolate(costs.lengths, row, length) + costs.round_host for row in costs.verify)
+    return verify, tuple(interpolate(costs.lengths, row, length) for row in costs.draft)
 
 
-def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     """Linear, beyond the last two as between them, and before the first as at it."""
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]

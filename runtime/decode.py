@@ -15,7 +15,7 @@ from outrider.runtime.choose import Chooser
 from outrider.runtime.commit import Origin, Output
 from outrider.runtime.drafters import Drafter
 from outrider.runtime.sampling.history import History
-from outrider.runtime.sequence import CachedModel
+from outrider.runtime.sequence import SequenceModel
 from outrider.runtime.stats import DecodeStats
 
 
@@ -30,7 +30,7 @@ class Request:
     stats: DecodeStats
 
 
-def decode(target: CachedModel, drafter: Drafter, k: int, request: Request) -> Iterator[int]:
+def decode(target: SequenceModel, drafter: Drafter, k: int, request: Request) -> Iterator[int]:
     """Generate into ``request.output``; yields each token when it is committed, and can be left at any of them.
 
     Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.engines.errors import OutriderError
 from outrider.runtime.choose import TokenLogprobs
-from outrider.runtime.commit import Origin
+from outrider.runtime.commit import Origin, Output
 from outrider.runtime.decode import Request
 from outrider.runtime.stats import DecodeStats
 
@@ -97,25 +97,9 @@ class Generation:
         """
         for _ in self._tokens:
             pass
-        output = self._request.output
         if self._cancelled:
-            output.cancel(self._streamed)
-            self._request.stats.num_output_tokens = len(output.tokens)
-        if output.finish_reason is None:
-            raise OutriderError("this request was cut off before its end; generate it again")
-        chooser = self._request.chooser
-        return GenerationResult(
-            text="".join(output.pieces),
-            token_ids=output.tokens,
-            origins=output.origins,
-            logprobs=None if chooser.options.logprobs is None else output.logprobs,
-            finish_reason=output.finish_reason,
-            seed=None if chooser.options.greedy else chooser.seed,
-            **vars(self._speculation),
-            exactness=self._pipeline.exactness,
-            tuning=self._tuning,
-            stats=self._request.stats,
-        )
+            cancel(self._request, self._streamed)
+        return result_of(self._request, self._speculation, self._pipeline.exactness, self._tuning)
 
     def _run(self) -> Iterator[StreamedToken]:
         """The committed tokens; each round runs only while the pipeline's caches are this request's."""
@@ -128,11 +112,40 @@ class Generation:
             self._tuning = pipeline.tuning.origin
         pipeline.owner = self
         while not self._cancelled and (output.finish_reason is None or self._streamed < len(output.tokens)):
-            position = self._streamed
             with pipeline.lock:
-                if pipeline.owner is not self and position == len(output.tokens):
+                if pipeline.owner is not self and self._streamed == len(output.tokens):
                     raise OutriderError("a newer request took over this pipeline; load a Pipeline for each")
                 next(tokens)
-            logprobs = output.logprobs[position] if output.logprobs else None
             self._streamed += 1
-            yield StreamedToken(output.tokens[position], output.pieces[position], output.origins[position], logprobs)
+            yield streamed(output, self._streamed - 1)
+
+
+def streamed(output: Output, position: int) -> StreamedToken:
+    """The token that was committed at a position."""
+    logprobs = output.logprobs[position] if output.logprobs else None
+    return StreamedToken(output.tokens[position], output.pieces[position], output.origins[position], logprobs)
+
+
+def cancel(request: Request, tokens: int) -> None:
+    """End a request behind its first ``tokens``."""
+    request.output.cancel(tokens)
+    request.stats.num_output_tokens = len(request.output.tokens)
+
+
+def result_of(request: Request, speculation: Speculation, exactness: str, tuning: str | None) -> GenerationResult:
+    """Raises OutriderError: the request has not come to its end."""
+    output, chooser = request.output, request.chooser
+    if output.finish_reason is None:
+        raise OutriderError("this request was cut off before its end; generate it again")
+    return GenerationResult(
+        text="".join(output.pieces),
+        token_ids=output.tokens,
+        origins=output.origins,
+        logprobs=None if chooser.options.logprobs is None else output.logprobs,
+        finish_reason=output.finish_reason,
+        seed=None if chooser.options.greedy else chooser.seed,
+        **vars(speculation),
+        exactness=exactness,
+        tuning=tuning,
+        stats=request.stats,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import cast
 
 from outrider.engines.bundle import NEXT_TOKENS, TOKENIZER, Bundle
 from outrider.engines.errors import OutriderError
@@ -20,7 +21,7 @@ from outrider.runtime.generation import Speculation
 from outrider.runtime.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.runtime.sampling.history import History
 from outrider.runtime.sampling.options import SamplingOptions, is_int
-from outrider.runtime.sequence import CachedModel
+from outrider.runtime.sequence import SequenceModel
 from outrider.runtime.stats import DecodeStats
 from outrider.runtime.text import Message, StoppingStream, TextCodec
 
@@ -45,18 +46,28 @@ class Intake:
     def default_drafter(self) -> str:
         return "cascade" if self.manifest.draft else "ngram"
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+    def encode(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
         """Token ids of a prompt.
 
         Raises:
-            OutriderError: it is empty, no text, or leaves no room for a token.
+            OutriderError: it is empty, no text and no ids, or leaves no room for a token.
         """
-        ids = self.codec.encode(prompt)
+        ids = self._ids(prompt)
         if len(ids) >= self.manifest.max_length:
             raise OutriderError(
                 f"the prompt has {len(ids)} tokens, this bundle takes at most {self.manifest.max_length - 1}; "
                 "shorten it or export with a larger --max-length"
             )
+        return ids
+
+    def _ids(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
+        if isinstance(prompt, (str, bytes)) or not prompt or not all(map(is_int, prompt)):
+            return self.codec.encode(cast("str | Sequence[Message]", prompt))
+        size = self.manifest.target.vocab_size
+        ids = [int(token) for token in cast("Sequence[int]", prompt)]
+        for token in ids:
+            if not 0 <= token < size:
+                raise OutriderError(f"the prompt has token {token}; this model's are 0 to {size - 1}")
         return ids
 
     def new_request(self, prompt: Sequence[int], options: SamplingOptions, acceptance: str = "exact") -> Request:
@@ -113,11 +124,11 @@ class Intake:
                 "another tokenizer; use --acceptance exact, or --drafter ngram"
             )
 
-    def model_drafter(self, draft: CachedModel) -> ModelSource:
+    def model_drafter(self, draft: SequenceModel) -> ModelSource:
         """The bundle's draft model, over a cache of one sequence."""
         if not self.manifest.translated:
             return ModelDrafter(draft)
-        return TranslatedDrafter(draft, self.codec, TextCodec(self.bundle, draft.engine.info.tokenizer))
+        return TranslatedDrafter(draft, self.codec, TextCodec(self.bundle, draft.info.tokenizer))
 
     def next_tokens(self) -> NextTokens | None:
         """The bundle's table, if it has one."""

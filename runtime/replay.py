@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.runtime.controller import BLOCK, LOOKUP, MODEL, TABLE, Choice, Controller
-from outrider.runtime.costs import Costs
+from outrider.runtime.costs import Costs, RoundCosts
 from outrider.runtime.trace import Traced, TracedRequest
 
 # What a drafter asks, in order, by its name on the command line.
@@ -110,7 +110,7 @@ def _lacking(before: int, committed: int, drafted: int, proposals: dict[str, Tra
     return committed - min(stood, committed, drafted - 1)
 
 
-def _drafting_seconds(costs: Costs, drafted: int, lacking: int, length: int) -> float:
+def _drafting_seconds(costs: RoundCosts, drafted: int, lacking: int, length: int) -> float:
     if not drafted:
         return 0.0
     return costs.first_step(lacking, length) + (drafted - 1) * costs.step(length)

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engines.bundle import ModelInfo
 from outrider.engines.engine import PREFILL_CHUNK, Engine, Plan
 from outrider.runtime.choose import Row
 
 
-class CachedModel:
-    """An engine with the tokens that its cache holds.
+class SequenceModel(ABC):
+    """A model with the tokens that its cache holds of one sequence.
 
-    ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded. With
-    ``exact`` False one-row passes run at their fastest instead, whatever their bits.
     ``passes`` and ``seconds`` count the engine's work, so that the rest of a round is the host's. On a device that is
-    the time of submitting and of waiting.
+    the time of submitting and of waiting, in a batch that of waiting for the others.
+
+    Args:
+        chunk: the most rows of a pass; longer texts take several.
     """
 
-    def __init__(self, engine: Engine, min_rows: int, exact: bool = True) -> None:
-        self.engine = engine
-        self.min_rows = min_rows if exact else 1
-        self.exact = exact
+    def __init__(self, info: ModelInfo, chunk: int = PREFILL_CHUNK) -> None:
+        self.info = info
+        self.chunk = chunk
         self.tokens: list[int] = []  # one list for good: others may hold it
         self.passes = 0
         self.seconds = 0.0
-        self._lengths = np.zeros(1, np.int32)
 
     @property
     def length(self) -> int:
@@ -38,13 +39,16 @@ class CachedModel:
     @property
     def max_length(self) -> int:
         """Tokens that fit: behind them the cache has room for the padding of the widest pass."""
-        return self.engine.info.capacity - PREFILL_CHUNK
+        return self.info.capacity - PREFILL_CHUNK
 
     def extend(self, tokens: Sequence[int], logit_rows: int) -> Sequence[Row]:
         """Append ``tokens``; rows of logits after the last ``logit_rows`` of them, valid until the next call."""
-        assert logit_rows <= PREFILL_CHUNK, logit_rows
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            rows = self._pass(tokens[start : start + PREFILL_CHUNK], logit_rows)
+        assert logit_rows <= self.chunk, logit_rows
+        for start in range(0, len(tokens), self.chunk):
+            part = tokens[start : start + self.chunk]
+            rows = self._pass(part, min(len(part), logit_rows))
+            self.passes += 1
+            self.tokens += part
         return rows
 
     def rollback(self, length: int) -> None:
@@ -64,15 +68,31 @@ class CachedModel:
             kept += 1
         self.rollback(kept)
 
-    def _pass(self, tokens: Sequence[int], logit_rows: int) -> Sequence[Row]:
-        count, wanted = len(tokens), min(len(tokens), logit_rows)
-        plan = self.engine.plan(max(count, self.min_rows), max(wanted, self.min_rows), self.exact)
+    @abstractmethod
+    def _pass(self, tokens: Sequence[int], wanted: int) -> Sequence[Row]:
+        """Rows of the last ``wanted`` of at most ``chunk`` tokens behind those in the cache; counts its seconds."""
+        ...
+
+
+class CachedModel(SequenceModel):
+    """An engine of one sequence.
+
+    ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded. With
+    ``exact`` False one-row passes run at their fastest instead, whatever their bits.
+    """
+
+    def __init__(self, engine: Engine, min_rows: int, exact: bool = True) -> None:
+        super().__init__(engine.info)
+        self.engine = engine
+        self.min_rows = min_rows if exact else 1
+        self.exact = exact
+        self._lengths = np.zeros(1, np.int32)
+
+    def _pass(self, tokens: Sequence[int], wanted: int) -> Sequence[Row]:
+        plan = self.engine.plan(max(len(tokens), self.min_rows), max(wanted, self.min_rows), self.exact)
         self._lengths[0] = self.length
         ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
-        rows = self._run(plan, ids, wanted)
-        self.passes += 1
-        self.tokens += tokens
-        return rows
+        return self._run(plan, ids, wanted)
 
     def _run(self, plan: Plan, ids: NDArray[np.int64], wanted: int) -> Sequence[Row]:
         """Rows of the last ``wanted`` of ``ids [1, n]``."""

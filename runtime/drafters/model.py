@@ -14,7 +14,7 @@ from outrider.runtime.accept import Draft
 from outrider.runtime.choose import Logits, Row
 from outrider.runtime.drafters import Draw, ModelSource
 from outrider.runtime.sampling.history import History
-from outrider.runtime.sequence import CachedModel
+from outrider.runtime.sequence import SequenceModel
 
 _NO_TOKEN = -1e29  # a reduced head gives less to the tokens that it has not
 
@@ -22,7 +22,7 @@ _NO_TOKEN = -1e29  # a reduced head gives less to the tokens that it has not
 class DraftModel(ModelSource):
     """What drafters with a model have in common; ``_agreed`` cached tokens are known to be those of the text."""
 
-    def __init__(self, model: CachedModel) -> None:
+    def __init__(self, model: SequenceModel) -> None:
         self._model = model
         self.begin()
 
@@ -45,7 +45,7 @@ def no_numbers() -> OutriderError:
 class ModelDrafter(DraftModel):
     """See ``drafters.Drafter``. It stops early where nothing could stand: behind an end, and past its own context."""
 
-    def __init__(self, model: CachedModel) -> None:
+    def __init__(self, model: SequenceModel) -> None:
         super().__init__(model)
         self._ids: NDArray[np.int64] | None = None  # the tokens of a reduced head, or all
         self._work: Logits = np.empty(0, np.float32)

@@ -11,7 +11,7 @@ from outrider.runtime.accept import Draft
 from outrider.runtime.drafters import Draw
 from outrider.runtime.drafters.model import DraftModel, no_numbers
 from outrider.runtime.sampling.history import History
-from outrider.runtime.sequence import CachedModel
+from outrider.runtime.sequence import SequenceModel
 from outrider.runtime.text import TextCodec
 from outrider.runtime.translate import Translation
 
@@ -24,7 +24,7 @@ class TranslatedDrafter(DraftModel):
     Drafts are the likeliest tokens, also where the target samples: its noise belongs to tokens that the draft has not.
     """
 
-    def __init__(self, model: CachedModel, target: TextCodec, draft: TextCodec) -> None:
+    def __init__(self, model: SequenceModel, target: TextCodec, draft: TextCodec) -> None:
         self._codec = draft
         self._translation = Translation(target, draft)
         super().__init__(model)

@@ -1,0 +1,270 @@
+"""Many requests at once: each decoded as if it were alone, their passes run together (see ``lane.py``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.engines.bundle import Bundle
+from outrider.engines.errors import OutriderError
+from outrider.engines.open import open_packed
+from outrider.engines.packed import PackedEngine
+from outrider.runtime.accept import ExactRule
+from outrider.runtime.batch_costs import BatchCosts, measure_costs
+from outrider.runtime.controller import DEFAULT_PRIORS, Controller
+from outrider.runtime.decode import Request, decode
+from outrider.runtime.drafters.roster import Roster
+from outrider.runtime.generation import GenerationResult, Speculation, StreamedToken, cancel, result_of, streamed
+from outrider.runtime.intake import Intake
+from outrider.runtime.lane import Lane, LaneModel
+from outrider.runtime.sampling.options import SamplingOptions
+from outrider.runtime.scheduler import DRAFT, TARGET, FreeLane, Waiting, choose_lane, next_turn
+from outrider.runtime.text import Message
+
+PREFILL_ROWS = 64  # of a prompt that are fed beside a round of the others
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in a batch. ``tokens`` are what it has streamed; it is over when ``done``, by ``failure`` if that is
+    not None.
+    """
+
+    request: Request
+    speculation: Speculation
+    done: bool = False
+    failure: Exception | None = None
+    lane: Lane | None = None
+    streamed: int = 0
+    cancelled: bool = False
+
+    def new_tokens(self) -> list[StreamedToken]:
+        """What was committed since the last call."""
+        output = self.request.output
+        start, self.streamed = self.streamed, len(output.tokens)
+        return [streamed(output, position) for position in range(start, self.streamed)]
+
+
+class Batch:
+    """A loaded bundle for up to ``lanes`` requests at once; further ones wait for a lane.
+
+    Not for several threads: ``service.py`` is. Nothing runs but in ``step``.
+
+    Args:
+        target, draft: over as many sequences as there are lanes; None for a bundle without a draft.
+        exactness: ``bitwise`` where the text of a request does not depend on the others.
+    """
+
+    def __init__(self, bundle: Bundle, target: PackedEngine, draft: PackedEngine | None, exactness: str) -> None:
+        self.bundle = bundle
+        self.manifest = bundle.manifest
+        self.tiers = bundle.manifest.tiers
+        self.exactness = exactness
+        self.intake = Intake(bundle, self.tiers, target.device)
+        self.engines = {TARGET: target} | ({} if draft is None else {DRAFT: draft})
+        self.lanes = [self._lane(number) for number in range(target.sequences)]
+        self.costs: BatchCosts = measure_costs(target, draft, max(self.tiers))
+        self._controllers = [Controller(self.costs, DEFAULT_PRIORS, clocked=False) for _ in self.lanes]
+        self._jobs: dict[int, Job] = {}  # by lane
+        self._used = [0] * len(self.lanes)  # when a lane was last used, and last fed
+        self._fed = [0] * len(self.lanes)
+        self._time = 0
+        self.queue: deque[Job] = deque()
+
+    @classmethod
+    def load(cls, folder: str | Path, *, lanes: int, threads: int | None = None) -> Batch:
+        """Open a bundle on the CPU.
+
+        Raises:
+            OutriderError: the bundle is not whole, or cannot run many requests at once.
+        """
+        bundle = Bundle(folder)
+        rows = lanes * (max(bundle.manifest.tiers) + 1) + PREFILL_ROWS
+        target, exactness = open_packed(bundle, "target", sequences=lanes, most_rows=rows, threads=threads)
+        draft = None
+        if bundle.manifest.draft:
+            draft, _ = open_packed(bundle, "draft", sequences=lanes, most_rows=rows, threads=threads)
+        return cls(bundle, target, draft, exactness)
+
+    def submit(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        options: SamplingOptions,
+        *,
+        k: int | None = None,
+        drafter: str | None = None,
+        acceptance: str = "exact",
+    ) -> Job:
+        """Queue a request; see ``Pipeline.stream``. A prompt may be token ids.
+
+        Raises:
+            OutriderError: as ``Pipeline.stream`` does.
+        """
+        speculation = self.intake.speculation(drafter, k, acceptance)
+        ids = self.intake.encode(prompt)
+        job = Job(self.intake.new_request(ids, options, acceptance), speculation)
+        self.queue.append(job)
+        return job
+
+    @property
+    def running(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._jobs or self.queue)
+
+    def step(self) -> list[Job]:
+        """Cancel, admit, and run one round; the jobs that have something new."""
+        touched = self._drop_cancelled()
+        touched += self._admit()
+        touched += self._round()
+        return touched
+
+    def result(self, job: Job) -> GenerationResult:
+        """Of a job that is done.
+
+        Raises:
+            OutriderError: what ended it.
+        """
+        if job.failure is not None:
+            raise job.failure
+        return result_of(job.request, job.speculation, self.exactness, self.costs.origin)
+
+    def _lane(self, number: int) -> Lane:
+        models = {role: LaneModel(engine, role, number, PREFILL_ROWS) for role, engine in self.engines.items()}
+        draft = models.get(DRAFT)
+        drafter = self.intake.model_drafter(draft) if draft is not None else None
+        return Lane(number, models[TARGET], draft, Roster(drafter, self.intake.next_tokens()))
+
+    def _drop_cancelled(self) -> list[Job]:
+        dropped = [job for job in (*self.queue, *self._jobs.values()) if job.cancelled]
+        for job in dropped:
+            if job.lane is None:
+                self.queue.remove(job)
+            else:
+                job.lane.stop()
+                self._release(job.lane)
+            cancel(job.request, job.streamed)
+            job.done = True
+        return dropped
+
+    def _admit(self) -> list[Job]:
+        """Give lanes to those who have waited longest; jobs with nothing to generate are done at once."""
+        done = []
+        while self.queue and self.running < len(self.lanes):
+            job = self.queue.popleft()
+            if job.request.output.finish_reason is not None:
+                job.done = True
+                done.append(job)
+                continue
+            prompt = job.request.history.tokens
+            free = [lane for lane in self.lanes if lane.number not in self._jobs]
+            offers = [
+                FreeLane(lane.number, common(lane.target.tokens, prompt), lane.target.length, self._used[lane.number])
+                for lane in free
+            ]
+            lane = self.lanes[choose_lane(offers)]
+            self._share_prefix(lane, prompt)
+            job.lane = lane
+            self._jobs[lane.number] = job
+            lane.start(self._decoding(job, lane))
+            if lane.pending is None:
+                done.append(self._finish(lane))
+        return done
+
+    def _share_prefix(self, lane: Lane, prompt: Sequence[int]) -> None:
+        """Copy what another lane's caches have of the prompt, where that is more than its own have."""
+        for role, model in lane.models.items():
+            if role == DRAFT and self.manifest.translated:
+                continue  # its tokens are others
+            model.keep(prompt)
+            others = [other.models[role].tokens for other in self.lanes]
+            shared = [common(tokens, prompt[:-1]) for tokens in others]
+            best = max(range(len(others)), key=shared.__getitem__)
+            start, end = model.length, shared[best]
+            if end > start:
+                self.engines[role].copy(best, lane.number, start, end)
+                model.tokens += prompt[start:end]
+
+    def _decoding(self, job: Job, lane: Lane) -> Callable[[], None]:
+        request, (name, k) = job.request, (job.speculation.drafter, job.speculation.k)
+        if k is None:
+            free = isinstance(request.rule, ExactRule)
+            drafter = lane.roster.adaptive(name, self._controllers[lane.number], request.stats, free=free)
+            k = max(self.tiers)
+        else:
+            drafter = lane.roster.drafter(name)
+
+        def run() -> None:
+            for _ in decode(lane.target, drafter, k, request):
+                pass
+
+        return run
+
+    def _round(self) -> list[Job]:
+        fed: set[str] = set()
+        touched: list[Job] = []
+        self.costs.lanes = max(1, self.running)
+        while turn := next_turn(self._waiting(), fed):
+            touched += self._run(turn.role, [self.lanes[number] for number in turn.lanes])
+            if turn.feeds:
+                fed.add(turn.role)
+                self._time += 1
+                self._fed[turn.lanes[-1]] = self._time
+            if turn.role == TARGET:
+                break
+        return touched
+
+    def _waiting(self) -> list[Waiting]:
+        pending = [(lane.number, lane.pending) for lane in self.lanes if lane.pending is not None]
+        rows = max(self.tiers) + 1
+        return [
+            Waiting(number, wanted.role, len(wanted.segment.tokens) > rows, self._fed[number])
+            for number, wanted in pending
+        ]
+
+    def _run(self, role: str, lanes: Sequence[Lane]) -> list[Job]:
+        """One pass; all that waited for it go on to their next one."""
+        jobs = [self._jobs[lane.number] for lane in lanes]
+        segments = [lane.pending.segment for lane in lanes if lane.pending is not None]
+        try:
+            rows: Sequence[Any] = self.engines[role].run(segments)
+        except OutriderError as error:
+            for lane in lanes:
+                lane.fail(error)
+        else:
+            if role == TARGET:
+                self.costs.rows = sum(map(len, (segment.tokens for segment in segments)))
+            for lane, own in zip(lanes, rows, strict=True):
+                lane.resume(own)
+        for lane in lanes:
+            if lane.pending is None:
+                self._finish(lane)
+        return jobs
+
+    def _finish(self, lane: Lane) -> Job:
+        job = self._jobs[lane.number]
+        job.failure = lane.failure
+        job.done = True
+        self._release(lane)
+        return job
+
+    def _release(self, lane: Lane) -> None:
+        self._time += 1
+        self._used[lane.number] = self._time
+        del self._jobs[lane.number]
+
+
+def common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    count = 0
+    for mine, theirs in zip(tokens, others):  # noqa: B905  # one may be longer
+        if mine != theirs:
+            break
+        count += 1
+    return count
