@@ -7,6 +7,8 @@ Products, norms and the head see ``R`` rows in all, whoever's they are; only att
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from outrider.engines.errors import OutriderError
 from outrider.engines.memory import HostBuffer, HostMemory
 from outrider.engines.ort import OrtSession
 from outrider.engines.plan import EngineState
+
+_SHAPES = 256  # of passes that stay bound
 
 
 class Segment(NamedTuple):
@@ -55,6 +59,7 @@ class PackedEngine:
         self.most_rows = most_rows
         self._session = OrtSession(graph, info, threads=threads)
         self.device = self._session.device
+        self._learned_positions = "positions" in self._session.input_names
         self.threads = self._session.threads
         memory = HostMemory()
         self.state = EngineState(info, sequences, memory)
@@ -69,7 +74,7 @@ class PackedEngine:
         self._logits = memory.buffer((most_rows * info.vocab_size,), "float32")
         self._query_rows = memory.buffer((sequences,), "int32")
         self._cache_last = memory.buffer((sequences,), "int32")
-        self._bindings: dict[tuple[int, int], Any] = {}  # by the range of sequences
+        self._binding = lru_cache(_SHAPES)(self._bound)
 
     def run(self, segments: Sequence[Segment]) -> list[NDArray[np.float32]]:
         """One pass.
@@ -83,31 +88,29 @@ class PackedEngine:
         Raises:
             OutriderError: a segment does not fit its cache, or ONNX Runtime fails.
         """
-        rows = [len(segment.tokens) for segment in segments]
-        total, most = max(sum(rows), self.min_rows), 1
         # Only the sequences from the first to the last that has rows are there at all.
-        first = min(segment.sequence for segment in segments)
-        count = max(segment.sequence for segment in segments) + 1 - first
-        self._query_rows.array[:] = 0
-        self._cache_last.array[:] = 0
-        for segment, own in zip(segments, rows, strict=True):
-            attended = own + self._spare_rows(segment.length, own)
-            end = segment.length + attended
+        places = [segment.sequence for segment in segments]
+        first = min(places)
+        count = max(places) + 1 - first
+        attended = [0] * count
+        last = [0] * count
+        for segment in segments:
+            rows = len(segment.tokens)
+            rows += self._spare_rows(segment.length, rows)
+            end = segment.length + rows
             if end > self.info.capacity:
                 raise OutriderError(
-                    f"{segment.length} cached tokens and {attended} rows exceed the cache of {self.info.capacity} "
+                    f"{segment.length} cached tokens and {rows} rows exceed the cache of {self.info.capacity} "
                     "positions; export with a larger --max-length"
                 )
-            self._query_rows.array[segment.sequence - first] = attended
-            self._cache_last.array[segment.sequence - first] = end - 1
-            most = max(most, attended)
-        sorted_rows = self._sequence_rows.array[: count * most * 2].reshape(count, most, 2)
-        wanted = max(self._place(segments, rows, first, sorted_rows), self.min_rows)
-        binding = self._binding(first, count)
-        self._bind_rows(binding, total, sorted_rows.shape, wanted)
-        self._session.run(binding, total)
+            attended[segment.sequence - first] = rows
+            last[segment.sequence - first] = end - 1
+        self._query_rows.array[:count] = attended
+        self._cache_last.array[:count] = last
+        total, wanted = self._place(segments, first, count, max(attended))
+        self._session.run(self._binding(first, count, total, max(attended), wanted), total)
         logits = self._logits.array.reshape(self.most_rows, -1)
-        ends = np.cumsum([segment.wanted for segment in segments]).tolist()
+        ends = accumulate(segment.wanted for segment in segments)
         return [logits[end - segment.wanted : end] for segment, end in zip(segments, ends, strict=True)]
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
@@ -119,54 +122,62 @@ class PackedEngine:
     def _spare_rows(self, length: int, rows: int) -> int:
         return max(int(rows == 1), self._short - length - rows)
 
-    def _place(
-        self, segments: Sequence[Segment], rows: Sequence[int], first: int, sorted_rows: NDArray[np.int64]
-    ) -> int:
-        """Fill the inputs; the number of rows whose logits are wanted."""
-        ids, positions, wanted = self._ids.array, self._positions.array, self._wanted.array
-        packed = self._packed_rows.array.reshape(-1, 2)
-        most = sorted_rows.shape[1]
-        sorted_rows[...] = 0
-        for padded in (ids, positions, packed, wanted):
-            padded[: self.min_rows] = 0
-        start = count = 0
-        for segment, size in zip(segments, rows, strict=True):
+    def _place(self, segments: Sequence[Segment], first: int, count: int, most: int) -> tuple[int, int]:
+        """Fill the inputs; the number of rows, and of those whose logits are wanted.
+
+        Lists, since a few calls of numpy each would take longer than all else here: caches are cold behind a pass.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        owners: list[int] = []
+        places: list[int] = []
+        wanted: list[int] = []
+        sorted_rows = [0] * (count * most)
+        for sequence, length, tokens, want in segments:
+            start, size = len(ids), len(tokens)
             end = start + size
-            ids[start:end] = segment.tokens
-            positions[start:end] = np.arange(segment.length, segment.length + size)
+            ids += tokens
+            positions += range(length, length + size)
+            owners += [sequence - first] * size
+            places += range(size)
+            wanted += range(end - want, end)
             # Spare rows are its last one again.
-            sorted_rows[segment.sequence - first, :, 1] = np.minimum(np.arange(start, start + most), end - 1)
-            packed[start:end, 0] = segment.sequence - first
-            packed[start:end, 1] = np.arange(size)
-            wanted[count : count + segment.wanted] = np.arange(end - segment.wanted, end)
-            start, count = end, count + segment.wanted
-        return count
+            at = (sequence - first) * most
+            sorted_rows[at : at + most] = [*range(start, end), *[end - 1] * (most - size)]
+        padding = [0] * (self.min_rows - len(ids))
+        wanted += [0] * (self.min_rows - len(wanted))
+        total = len(ids) + len(padding)
+        self._ids.array[:total] = ids + padding
+        if self._learned_positions:
+            self._positions.array[:total] = positions + padding
+        packed = self._packed_rows.array
+        packed[: 2 * total : 2] = owners + padding
+        packed[1 : 2 * total : 2] = places + padding
+        self._sequence_rows.array[1 : 2 * len(sorted_rows) : 2] = sorted_rows
+        self._wanted.array[: len(wanted)] = wanted
+        return total, len(wanted)
 
-    def _binding(self, first: int, count: int) -> Any:
-        """Over the caches of ``count`` sequences; made once and kept."""
-        if (first, count) not in self._bindings:
-            binding = self._bindings[first, count] = self._session.session.io_binding()
-            for name, cache in self.state.caches.items():
-                shape = (count, *cache.shape[1:])
-                address = cache.pointer + first * cache.read()[0].nbytes
-                binding.bind_input(f"past_{name}", "cpu", 0, cache.element, shape, address)
-                binding.bind_output(f"present_{name}", "cpu", 0, cache.element, shape, address)
-            self._bind(binding, "query_rows", self._query_rows, (count,))
-            self._bind(binding, "cache_last", self._cache_last, (count,))
-        return self._bindings[first, count]
-
-    def _bind_rows(self, binding: Any, total: int, sorted_shape: tuple[int, ...], wanted: int) -> None:
-        """What has another shape in each pass: a few bindings, which cost less than a plan for each shape would."""
-        self._bind(binding, "input_ids", self._ids, (1, total))
-        if "positions" in self._session.input_names:
-            self._bind(binding, "positions", self._positions, (1, total))
-        self._bind(binding, "sequence_rows", self._sequence_rows, sorted_shape)
-        self._bind(binding, "packed_rows", self._packed_rows, (1, total, 2))
-        self._bind(binding, "logit_rows", self._wanted, (1, wanted))
+    def _bound(self, first: int, count: int, total: int, most: int, wanted: int) -> Any:
+        """All buffers bound for a pass of a shape, over the caches of ``count`` sequences from ``first`` on."""
+        binding = self._session.session.io_binding()
+        for name, cache in self.state.caches.items():
+            shape = (count, *cache.shape[1:])
+            address = cache.pointer + first * cache.read()[0].nbytes
+            binding.bind_input(f"past_{name}", "cpu", 0, cache.element, shape, address)
+            binding.bind_output(f"present_{name}", "cpu", 0, cache.element, shape, address)
+        inputs: dict[str, tuple[HostBuffer, tuple[int, ...]]] = {
+            "input_ids": (self._ids, (1, total)),
+            "sequence_rows": (self._sequence_rows, (count, most, 2)),
+            "packed_rows": (self._packed_rows, (1, total, 2)),
+            "query_rows": (self._query_rows, (count,)),
+            "cache_last": (self._cache_last, (count,)),
+            "logit_rows": (self._wanted, (1, wanted)),
+        }
+        if self._learned_positions:
+            inputs["positions"] = self._positions, (1, total)
+        for name, (buffer, shape) in inputs.items():
+            binding.bind_input(name, "cpu", 0, buffer.element, shape, buffer.pointer)
         logits = self._logits
         shape = (1, wanted, self.info.vocab_size)
         binding.bind_output("logits", "cpu", 0, logits.element, shape, logits.pointer)
-
-    @staticmethod
-    def _bind(binding: Any, name: str, buffer: HostBuffer, shape: tuple[int, ...]) -> None:
-        binding.bind_input(name, "cpu", 0, buffer.element, shape, buffer.pointer)
+        return binding

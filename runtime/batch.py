@@ -68,6 +68,9 @@ class Batch:
         self.lanes = [self._lane(number) for number in range(target.sequences)]
         self.costs: BatchCosts = measure_costs(target, draft, max(self.tiers))
         self._controllers = [Controller(self.costs, DEFAULT_PRIORS, clocked=False) for _ in self.lanes]
+        for controller in self._controllers:
+            for source, acceptance in controller.acceptance.items():
+                acceptance.shares = self._controllers[0].acceptance[source].shares
         self._jobs: dict[int, Job] = {}  # by lane
         self._used = [0] * len(self.lanes)  # when a lane was last used, and last fed
         self._fed = [0] * len(self.lanes)
@@ -240,6 +243,8 @@ class Batch:
         else:
             if role == TARGET:
                 self.costs.rows = sum(map(len, (segment.tokens for segment in segments)))
+            else:
+                self.costs.drafted(len(lanes))
             for lane, own in zip(lanes, rows, strict=True):
                 lane.resume(own)
         for lane in lanes:

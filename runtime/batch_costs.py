@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from outrider.engines.packed import PackedEngine, Segment
@@ -12,6 +12,8 @@ from outrider.runtime.costs import interpolate
 
 _LENGTH = 128  # tokens of context
 _REPEATS = 5
+_ROUND_HOST, _LANE_HOST, _DRAFT_HOST = 1e-4, 5e-5, 1e-4  # seconds outside the engines: of a round, a lane, a draft step
+_FORGETTING = 0.1  # a pass
 
 
 @dataclass(eq=False)
@@ -22,60 +24,86 @@ class BatchCosts:
     for each draft what all lanes together lose: with that, the best round for each is the best for the batch.
 
     Args:
+        target: of a pass of ``target_rows``, all of one sequence; ``lane`` more for each sequence more.
+        draft: of a draft pass behind one of the target, whose weights are in the processor's caches then;
+            ``draft_step`` behind another draft pass.
         lanes: sequences that run now.
         rows: of the last pass of the target, all together.
-        host: of a round outside the engines, a lane.
+        drafting: how many lanes share a pass of the draft of late.
     """
 
     largest_k: int
     target_rows: Sequence[int]
     target: Sequence[float]
+    lane: float = 0.0
     draft_rows: Sequence[int] = ()
     draft: Sequence[float] = ()
+    draft_step: Sequence[float] = ()
     lanes: int = 1
     rows: int = 1
-    host: float = 3e-4
+    drafting: float = 1.0
     origin = "measured at start"
 
     @property
     def round_host(self) -> float:
-        return self.host * self.lanes
+        return _ROUND_HOST + _LANE_HOST * self.lanes
 
     def rounds(self, length: int) -> list[float]:
         """See ``Costs.rounds``."""
         others = self.rows * (self.lanes - 1) / self.lanes
         plain, *more = (interpolate(self.target_rows, self.target, others + k + 1) for k in range(self.largest_k + 1))
-        return [self.round_host + seconds for seconds in (plain, *(plain + self.lanes * (x - plain) for x in more))]
+        fixed = self.round_host + self.lane * (self.lanes - 1)
+        return [fixed + seconds for seconds in (plain, *(plain + self.lanes * (x - plain) for x in more))]
 
     def first_step(self, rows: int, length: int) -> float:
-        """See ``Costs.first_step``: lanes draft together, each its share of the pass."""
-        together = interpolate(self.draft_rows, self.draft, self.lanes)
-        return together + self.lanes * (interpolate(self.draft_rows, self.draft, self.lanes - 1 + rows) - together)
+        """See ``Costs.first_step``: its share of a pass that some lanes draft in together, and what its rows add."""
+        together, more = (interpolate(self.draft_rows, self.draft, self.drafting + extra) for extra in (0, rows - 1))
+        return self.lanes * (together / self.drafting + more - together + _DRAFT_HOST)
 
     def step(self, length: int) -> float:
         """See ``Costs.step``."""
-        return interpolate(self.draft_rows, self.draft, self.lanes)
+        together = interpolate(self.draft_rows, self.draft_step, self.drafting)
+        return self.lanes * (together / self.drafting + _DRAFT_HOST)
+
+    def drafted(self, lanes: int) -> None:
+        """A pass of the draft, shared by so many lanes."""
+        self.drafting += (lanes - self.drafting) * _FORGETTING
 
 
 def measure_costs(target: PackedEngine, draft: PackedEngine | None, largest_k: int) -> BatchCosts:
     """A second or two of passes. What the caches held is overwritten."""
     wide = [rows for rows in (16, 32, 64) if rows <= target.most_rows]
     target_rows = [*range(1, largest_k + 2), *(rows for rows in wide if rows > largest_k + 1)]
-    target_seconds = _time_rows(target, target_rows)
+    length = min(_LENGTH, target.info.capacity - target.most_rows)
+    lanes = min(target.sequences, largest_k + 1)
+    alone = [[Segment(0, length, [1] * rows, rows)] for rows in target_rows]
+    each = [Segment(lane, length, [1], 1) for lane in range(lanes)]
+    *seconds, together = _time(target, length, [*alone, each])
+    lane = max(0.0, together - seconds[lanes - 1]) / max(1, lanes - 1)
+    costs = BatchCosts(largest_k, target_rows, seconds, lane)
     if draft is None:
-        return BatchCosts(largest_k, target_rows, target_seconds)
+        return costs
     draft_rows = [1, 2, 4, 8, *wide]
-    return BatchCosts(largest_k, target_rows, target_seconds, draft_rows, _time_rows(draft, draft_rows))
+    passes = [[Segment(0, length, [1] * rows, 1)] for rows in draft_rows]
+    cold = _time(draft, length, passes, lambda: target.run(alone[0]))
+    return replace(costs, draft_rows=draft_rows, draft=cold, draft_step=_time(draft, length, passes))
 
 
-def _time_rows(engine: PackedEngine, counts: Sequence[int]) -> list[float]:
-    """Median seconds of passes, all in turn, so that drift meets all alike."""
-    length = min(_LENGTH, engine.info.capacity - engine.most_rows)
-    engine.run([Segment(0, 0, [1] * min(length, engine.most_rows), 1)])
-    samples: list[list[float]] = [[] for _ in counts]
+def _time(
+    engine: PackedEngine,
+    length: int,
+    passes: Sequence[Sequence[Segment]],
+    before: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Median seconds of passes behind ``length`` tokens, all in turn, so that drift meets all alike."""
+    for sequence in range(engine.sequences):
+        for start in range(0, length, engine.most_rows):
+            engine.run([Segment(sequence, start, [1] * min(engine.most_rows, length - start), 1)])
+    samples: list[list[float]] = [[] for _ in passes]
     for _ in range(_REPEATS + 1):
-        for count, times in zip(counts, samples, strict=True):
-            start = perf_counter()
-            engine.run([Segment(0, length, [1] * count, count)])
-            times.append(perf_counter() - start)
+        for segments, times in zip(passes, samples, strict=True):
+            before()
+            begin = perf_counter()
+            engine.run(segments)
+            times.append(perf_counter() - begin)
     return [statistics.median(times[1:]) for times in samples]

@@ -135,7 +135,7 @@ class Acceptance:
     def seen(self, evidence: float) -> None:
         """A token of the model, whatever becomes of it."""
         index = classify(self.source, evidence)
-        self.shares = [share * _SHARE_MEMORY for share in self.shares]
+        self.shares[:] = [share * _SHARE_MEMORY for share in self.shares]
         self.shares[index] += 1 - _SHARE_MEMORY
 
     def judge(self, evidence: Sequence[float], accepted: int, refused: bool) -> None:
