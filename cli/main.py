@@ -37,9 +37,10 @@ def _add_commands() -> None:
     from outrider.cli.export import export
     from outrider.cli.generate import chat, generate
     from outrider.cli.inspect import inspect
+    from outrider.cli.serve import serve
     from outrider.cli.tune import tune_command
 
-    for command in (export, distill, build, inspect, tune_command, generate, chat, bench):
+    for command in (export, distill, build, inspect, tune_command, generate, chat, serve, bench):
         main.add_command(command)
 
 

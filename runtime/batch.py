@@ -64,6 +64,7 @@ class Batch:
         self.tiers = bundle.manifest.tiers
         self.exactness = exactness
         self.intake = Intake(bundle, self.tiers, target.device)
+        self.codec = self.intake.codec
         self.engines = {TARGET: target} | ({} if draft is None else {DRAFT: draft})
         self.lanes = [self._lane(number) for number in range(target.sequences)]
         self.costs: BatchCosts = measure_costs(target, draft, max(self.tiers))
@@ -93,6 +94,14 @@ class Batch:
         return cls(bundle, target, draft, exactness)
 
     def submit(
+        self, prompt: str | Sequence[Message] | Sequence[int], options: SamplingOptions, **speculation: Any
+    ) -> Job:
+        """Queue a request; see ``new_job``."""
+        job = self.new_job(prompt, options, **speculation)
+        self.queue.append(job)
+        return job
+
+    def new_job(
         self,
         prompt: str | Sequence[Message] | Sequence[int],
         options: SamplingOptions,
@@ -101,20 +110,28 @@ class Batch:
         drafter: str | None = None,
         acceptance: str = "exact",
     ) -> Job:
-        """Queue a request; see ``Pipeline.stream``. A prompt may be token ids.
+        """A request that is not queued yet; see ``Pipeline.stream``. A prompt may be token ids. From any thread.
 
         Raises:
             OutriderError: as ``Pipeline.stream`` does.
         """
         speculation = self.intake.speculation(drafter, k, acceptance)
         ids = self.intake.encode(prompt)
-        job = Job(self.intake.new_request(ids, options, acceptance), speculation)
-        self.queue.append(job)
-        return job
+        return Job(self.intake.new_request(ids, options, acceptance), speculation)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that are not done."""
+        return [*self._jobs.values(), *self.queue]
 
     @property
     def running(self) -> int:
         return len(self._jobs)
+
+    def cache_share(self) -> float:
+        """Share of the lanes' cache positions that hold a token."""
+        held = sum(lane.target.length for lane in self.lanes)
+        return held / (len(self.lanes) * self.manifest.max_length)
 
     @property
     def busy(self) -> bool:
@@ -123,10 +140,18 @@ class Batch:
 
     def step(self) -> list[Job]:
         """Cancel, admit, and run one round; the jobs that have something new."""
-        touched = self._drop_cancelled()
-        touched += self._admit()
-        touched += self._round()
-        return touched
+        return list(dict.fromkeys([*self._drop_cancelled(), *self._admit(), *self._round()]))
+
+    def abandon(self, error: Exception) -> list[Job]:
+        """End all jobs with an error; they are returned."""
+        jobs = self.jobs
+        for job in jobs:
+            if job.lane is not None:
+                job.lane.stop()
+                self._release(job.lane)
+            job.failure, job.done = error, True
+        self.queue.clear()
+        return jobs
 
     def result(self, job: Job) -> GenerationResult:
         """Of a job that is done.

@@ -26,6 +26,10 @@ from outrider.runtime.stats import DecodeStats
 from outrider.runtime.text import Message, StoppingStream, TextCodec
 
 
+class PromptTooLongError(OutriderError):
+    """No room for a token is left behind the prompt."""
+
+
 class Intake:
     """The tokenizer, the template and the grammars of a bundle.
 
@@ -54,7 +58,7 @@ class Intake:
         """
         ids = self._ids(prompt)
         if len(ids) >= self.manifest.max_length:
-            raise OutriderError(
+            raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, this bundle takes at most {self.manifest.max_length - 1}; "
                 "shorten it or export with a larger --max-length"
             )

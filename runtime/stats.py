@@ -58,8 +58,8 @@ class DecodeStats:
     """Counters and seconds of one request, or of several added up.
 
     ``num_round_tokens`` are the output tokens that rounds emitted: all but the first, which comes from the prefill.
-    ``num_spec_steps`` are rounds, those with nothing drafted included; ``acceptance_histogram[a]`` counts the rounds in
-    which a draft tokens were accepted. ``num_cached_tokens`` are prompt tokens that were in the cache already. The
+    ``num_spec_steps`` are rounds, those with nothing drafted included, ``num_drafts`` the others;
+    ``acceptance_histogram[a]`` counts the rounds in which a draft tokens were accepted. ``num_cached_tokens`` are prompt tokens that were in the cache already. The
     draft model's own prefill is part of the first round: it is a cost of speculation. ``choose_seconds`` is time of
     rounds spent on choosing, for drafts too. ``sources`` says what a controller chose, by source of drafts; drafts that
     it did not have verified are in no other counter.
@@ -70,6 +70,7 @@ class DecodeStats:
     num_output_tokens: int = 0
     num_round_tokens: int = 0
     num_spec_steps: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
@@ -101,6 +102,7 @@ class DecodeStats:
     def count(self, committed: int, proposed: int, accepted: int) -> None:
         self.num_output_tokens += committed
         self.num_round_tokens += committed
+        self.num_drafts += proposed > 0
         self.num_draft_tokens += proposed
         self.num_accepted_draft_tokens += accepted
         self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))

@@ -1,0 +1,64 @@
+"""``outrider serve``: many requests at once over HTTP, for clients of OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+
+import click
+
+from outrider.cli import options
+from outrider.engines.errors import OutriderError
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--api-key", envvar="OUTRIDER_API_KEY", help="What clients must send.  [default: $OUTRIDER_API_KEY]")
+@click.option("--name", help="What clients call the model.  [default: the bundle's folder]")
+@click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at once.")
+@click.option("--max-waiting", type=click.IntRange(min=0), default=64, show_default=True, help="Requests that queue.")
+@click.option("--max-body", type=click.IntRange(min=1), default=4 << 20, show_default=True, help="Bytes of a body.")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=600, show_default=True, help="Seconds a request.")
+@click.option("--log-prompts", is_flag=True, help="Write prompts to the log too.")
+@options.threads
+def serve(
+    bundle: Path,
+    host: str,
+    port: int,
+    api_key: str | None,
+    name: str | None,
+    max_batch: int,
+    max_waiting: int,
+    max_body: int,
+    timeout: float,
+    log_prompts: bool,
+    threads: int | None,
+) -> None:
+    """Serve BUNDLE to clients of OpenAI's API, and a page to chat with it."""
+    with options.extras("serve"):
+        import uvicorn
+
+        from outrider.runtime.batch import Batch
+        from outrider.runtime.service import Service
+        from outrider.serve.app import Settings, create_app
+    listening = _listen(host, port)  # before the bundle is loaded: a port in use is known at once
+    batch = Batch.load(bundle, lanes=max_batch, threads=threads)
+    settings = Settings(name or bundle.resolve().name, api_key, max_body, timeout, log_prompts)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    app = create_app(Service(batch, max_waiting), settings)
+    address, at = listening.getsockname()[:2]
+    click.echo(
+        f"serving {settings.model} at http://{address}:{at} ({max_batch} at once, rows {batch.exactness})", err=True
+    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(timeout) + 1)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        raise OutriderError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from None

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over a batch: what clients send, what they get, and the page at ``/``."""
