@@ -59,10 +59,10 @@ class DecodeStats:
 
     ``num_round_tokens`` are the output tokens that rounds emitted: all but the first, which comes from the prefill.
     ``num_spec_steps`` are rounds, those with nothing drafted included, ``num_drafts`` the others;
-    ``acceptance_histogram[a]`` counts the rounds in which a draft tokens were accepted. ``num_cached_tokens`` are prompt tokens that were in the cache already. The
-    draft model's own prefill is part of the first round: it is a cost of speculation. ``choose_seconds`` is time of
-    rounds spent on choosing, for drafts too. ``sources`` says what a controller chose, by source of drafts; drafts that
-    it did not have verified are in no other counter.
+    ``acceptance_histogram[a]`` counts the rounds in which a draft tokens were accepted. ``num_cached_tokens`` are
+    prompt tokens that were in the cache already. The draft model's own prefill is part of the first round: it is a cost
+    of speculation. ``choose_seconds`` is time of rounds spent on choosing, for drafts too. ``sources`` says what a
+    controller chose, by source of drafts; drafts that it did not have verified are in no other counter.
     """
 
     num_prompt_tokens: int = 0

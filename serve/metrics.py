@@ -22,7 +22,7 @@ class Metrics:
     """
 
     def __init__(self, model: str, largest_k: int, gauges: dict[tuple[str, str], Callable[[], float]]) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._model = model
         self._largest_k = largest_k
