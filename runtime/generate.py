@@ -89,7 +89,7 @@ class Pipeline:
 
     def generate(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | Sequence[Message] | Sequence[int],
         options: SamplingOptions | None = None,
         *,
         k: int | None = None,
@@ -102,7 +102,7 @@ class Pipeline:
 
     def stream(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | Sequence[Message] | Sequence[int],
         options: SamplingOptions | None = None,
         *,
         k: int | None = None,
@@ -113,7 +113,7 @@ class Pipeline:
         """Start a request. Prompt tokens that the caches hold already, as in a conversation that goes on, are kept.
 
         Args:
-            prompt: a text as it is, or chat messages (``role``, ``content``) for the chat template.
+            prompt: a text as it is, chat messages (``role``, ``content``) for the chat template, or token ids.
             options: what decides the text; greedy by default.
             k: draft tokens a round, 0 for plain decoding; by default chosen in each round (``controller.py``).
             drafter: one of ``DRAFTERS``; by default ``cascade`` where there is a draft model, else ``ngram``.
@@ -202,7 +202,7 @@ class Pipeline:
         """Whether a controller may see each token of the draft model before it chooses; see ``AdaptiveDrafter``."""
         return isinstance(request.rule, ExactRule) and self.target_engine.heads is None
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+    def encode(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
         """See ``Intake.encode``."""
         return self.intake.encode(prompt)
 

@@ -65,7 +65,8 @@ class Intake:
         return ids
 
     def _ids(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
-        if isinstance(prompt, (str, bytes)) or not prompt or not all(map(is_int, prompt)):
+        is_ids = isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)) and all(map(is_int, prompt))
+        if not prompt or not is_ids:
             return self.codec.encode(cast("str | Sequence[Message]", prompt))
         size = self.manifest.target.vocab_size
         ids = [int(token) for token in cast("Sequence[int]", prompt)]

@@ -49,7 +49,7 @@ BUNDLES: dict[str, tuple[Change, list[str]]] = {
     "no text": (write("manifest.json", b"\xff\xfe"), [MANIFEST, "not valid JSON"]),
     "no object": (write("manifest.json", "[1]"), [MANIFEST, "not an Outrider manifest"]),
     "another format": (manifest(lambda record: record.update(format="zip")), [MANIFEST, "not an Outrider manifest"]),
-    "newer": (manifest(lambda record: record.update(version=7)), [MANIFEST, "version 7", "version 4", "upgrade"]),
+    "newer": (manifest(lambda record: record.update(version=7)), [MANIFEST, "version 7", "version 5", "upgrade"]),
     "no files": (without("files"), [MANIFEST, "files"]),
     "file no object": (manifest(lambda record: record["files"].update(x=5)), [MANIFEST, "files.x is 5"]),
     "no target": (without("manifest", "target"), [MANIFEST, "manifest.target is missing"]),
