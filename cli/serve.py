@@ -20,6 +20,7 @@ from outrider.engines.errors import OutriderError
 @click.option("--name", help="What clients call the model.  [default: the bundle's folder]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at once.")
 @click.option("--max-waiting", type=click.IntRange(min=0), default=64, show_default=True, help="Requests that queue.")
+@click.option("--prefix-cache", type=click.IntRange(min=0), default=256, show_default=True, help="MiB for old texts.")
 @click.option("--max-body", type=click.IntRange(min=1), default=4 << 20, show_default=True, help="Bytes of a body.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=600, show_default=True, help="Seconds a request.")
 @click.option("--log-prompts", is_flag=True, help="Write prompts to the log too.")
@@ -32,6 +33,7 @@ def serve(
     name: str | None,
     max_batch: int,
     max_waiting: int,
+    prefix_cache: int,
     max_body: int,
     timeout: float,
     log_prompts: bool,
@@ -45,7 +47,7 @@ def serve(
         from outrider.runtime.service import Service
         from outrider.serve.app import Settings, create_app
     listening = _listen(host, port)  # before the bundle is loaded: a port in use is known at once
-    batch = Batch.load(bundle, lanes=max_batch, threads=threads)
+    batch = Batch.load(bundle, lanes=max_batch, threads=threads, prefix_bytes=prefix_cache << 20)
     settings = Settings(name or bundle.resolve().name, api_key, max_body, timeout, log_prompts)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     app = create_app(Service(batch, max_waiting), settings)

@@ -25,6 +25,9 @@ from outrider.engines.plan import EngineState
 _SHAPES = 256  # of passes that stay bound
 
 
+SavedCache = list[NDArray[Any]]
+
+
 class Segment(NamedTuple):
     """The rows of one sequence in a pass.
 
@@ -112,6 +115,20 @@ class PackedEngine:
         logits = self._logits.array.reshape(self.most_rows, -1)
         ends = accumulate(segment.wanted for segment in segments)
         return [logits[end - segment.wanted : end] for segment, end in zip(segments, ends, strict=True)]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the caches, a token of a sequence."""
+        return self.state.cache_bytes // (self.sequences * self.info.capacity)
+
+    def save(self, sequence: int, length: int) -> SavedCache:
+        """A copy of the first ``length`` positions of a sequence's caches, ``[H_kv, length, D]`` each."""
+        return [cache.read()[sequence, :, :length].copy() for cache in self.state.caches.values()]
+
+    def restore(self, sequence: int, saved: SavedCache, start: int, end: int) -> None:
+        """Write the positions ``start`` to ``end`` of a copy into a sequence's caches."""
+        for cache, kept in zip(self.state.caches.values(), saved, strict=True):
+            cache.read()[sequence, :, start:end] = kept[:, start:end]
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copy the positions ``start`` to ``end`` of one sequence's cache to the same places of another's."""

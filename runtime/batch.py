@@ -20,10 +20,12 @@ from outrider.runtime.drafters.roster import Roster
 from outrider.runtime.generation import GenerationResult, Speculation, StreamedToken, cancel, result_of, streamed
 from outrider.runtime.intake import Intake
 from outrider.runtime.lane import Lane, LaneModel
+from outrider.runtime.prefixes import PrefixStore, common
 from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.scheduler import DRAFT, TARGET, FreeLane, Waiting, choose_lane, next_turn
 from outrider.runtime.text import Message
 
+PREFIX_BYTES = 256 << 20
 PREFILL_ROWS = 64  # of a prompt that are fed beside a round of the others
 
 
@@ -56,9 +58,17 @@ class Batch:
     Args:
         target, draft: over as many sequences as there are lanes; None for a bundle without a draft.
         exactness: ``bitwise`` where the text of a request does not depend on the others.
+        prefix_bytes: for caches of texts whose lane another request took.
     """
 
-    def __init__(self, bundle: Bundle, target: PackedEngine, draft: PackedEngine | None, exactness: str) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        target: PackedEngine,
+        draft: PackedEngine | None,
+        exactness: str,
+        prefix_bytes: int = PREFIX_BYTES,
+    ) -> None:
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.tiers = bundle.manifest.tiers
@@ -66,6 +76,7 @@ class Batch:
         self.intake = Intake(bundle, self.tiers, target.device)
         self.codec = self.intake.codec
         self.engines = {TARGET: target} | ({} if draft is None else {DRAFT: draft})
+        self.prefixes = PrefixStore(self.engines, prefix_bytes)
         self.lanes = [self._lane(number) for number in range(target.sequences)]
         self.costs: BatchCosts = measure_costs(target, draft, max(self.tiers))
         self._controllers = [Controller(self.costs, DEFAULT_PRIORS, clocked=False) for _ in self.lanes]
@@ -79,7 +90,9 @@ class Batch:
         self.queue: deque[Job] = deque()
 
     @classmethod
-    def load(cls, folder: str | Path, *, lanes: int, threads: int | None = None) -> Batch:
+    def load(
+        cls, folder: str | Path, *, lanes: int, threads: int | None = None, prefix_bytes: int = PREFIX_BYTES
+    ) -> Batch:
         """Open a bundle on the CPU.
 
         Raises:
@@ -91,7 +104,7 @@ class Batch:
         draft = None
         if bundle.manifest.draft:
             draft, _ = open_packed(bundle, "draft", sequences=lanes, most_rows=rows, threads=threads)
-        return cls(bundle, target, draft, exactness)
+        return cls(bundle, target, draft, exactness, prefix_bytes)
 
     def submit(
         self, prompt: str | Sequence[Message] | Sequence[int], options: SamplingOptions, **speculation: Any
@@ -197,7 +210,7 @@ class Batch:
                 for lane in free
             ]
             lane = self.lanes[choose_lane(offers)]
-            self._share_prefix(lane, prompt)
+            self._keep_prefix(lane, prompt)
             job.lane = lane
             self._jobs[lane.number] = job
             lane.start(self._decoding(job, lane))
@@ -205,19 +218,23 @@ class Batch:
                 done.append(self._finish(lane))
         return done
 
-    def _share_prefix(self, lane: Lane, prompt: Sequence[int]) -> None:
-        """Copy what another lane's caches have of the prompt, where that is more than its own have."""
-        for role, model in lane.models.items():
-            if role == DRAFT and self.manifest.translated:
-                continue  # its tokens are others
+    def _keep_prefix(self, lane: Lane, prompt: Sequence[int]) -> None:
+        """Have the lane's caches hold what any cache holds of the prompt; what it held else goes to the store."""
+        shared = [role for role in lane.models if role == TARGET or not self.manifest.translated]  # of the same ids
+        models = {role: lane.models[role] for role in shared}
+        kept = self.prefixes.find(prompt[:-1])  # before others take its room
+        if common(lane.target.tokens, prompt) < lane.target.length:
+            self.prefixes.save(lane.number, {role: model.tokens for role, model in models.items()})
+        for role, model in models.items():
             model.keep(prompt)
-            others = [other.models[role].tokens for other in self.lanes]
-            shared = [common(tokens, prompt[:-1]) for tokens in others]
-            best = max(range(len(others)), key=shared.__getitem__)
-            start, end = model.length, shared[best]
-            if end > start:
-                self.engines[role].copy(best, lane.number, start, end)
-                model.tokens += prompt[start:end]
+            others = [common(other.models[role].tokens, prompt[:-1]) for other in self.lanes]
+            best = max(range(len(others)), key=others.__getitem__)
+            if others[best] > model.length:
+                self.engines[role].copy(best, lane.number, model.length, others[best])
+            end = max(model.length, others[best])
+            if kept is not None:
+                end = self.prefixes.restore(kept, lane.number, role, end, prompt[:-1])
+            model.tokens += prompt[model.length : end]
 
     def _decoding(self, job: Job, lane: Lane) -> Callable[[], None]:
         request, (name, k) = job.request, (job.speculation.drafter, job.speculation.k)
@@ -288,13 +305,3 @@ class Batch:
         self._time += 1
         self._used[lane.number] = self._time
         del self._jobs[lane.number]
-
-
-def common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    count = 0
-    for mine, theirs in zip(tokens, others):  # noqa: B905  # one may be longer
-        if mine != theirs:
-            break
-        count += 1
-    return count

@@ -159,6 +159,31 @@ def test_what_a_lane_holds_is_not_computed_again(batch: Batch, tiny_pipeline: Pi
     assert second.request.stats.num_accepted_draft_tokens == third.request.stats.num_accepted_draft_tokens
 
 
+def test_texts_that_lost_their_lane_are_kept_within_bounds(tiny_bundle: Path, tiny_pipeline: Pipeline) -> None:
+    """Conversations in turn over one lane: each finds its caches again, but for the longest unused."""
+    rng = random.Random(13)
+    texts = [[rng.randrange(320) for _ in range(40)] for _ in range(3)]
+    options = SamplingOptions(max_new_tokens=6, ignore_eos=True)
+    batch = Batch.load(tiny_bundle, lanes=1, threads=2)
+    size = 57 * sum(engine.token_bytes for engine in batch.engines.values())
+    batch = Batch.load(tiny_bundle, lanes=1, threads=2, prefix_bytes=2 * size)
+    cached = []
+    for turn in range(3):
+        for number, text in enumerate(texts[: 3 if turn < 2 else 2]):
+            job = batch.submit(text, options, k=4, drafter="model")
+            run(batch, [job])
+            assert_as_alone(batch, job, tiny_pipeline.generate(text, options, k=0))
+            texts[number] = [*text, *batch.result(job).token_ids]
+            cached.append(job.request.stats.num_cached_tokens)
+            assert batch.prefixes.size <= 2 * size
+    assert cached == [0, 0, 0, 45, 45, 45, 51, 51]  # two of three in the store, one in the lane
+    none = Batch.load(tiny_bundle, lanes=1, threads=2, prefix_bytes=0)
+    for text in (*texts, *texts):
+        job = none.submit(text, options)
+        run(none, [job])
+        assert job.request.stats.num_cached_tokens == 0 and none.prefixes.size == 0
+
+
 def test_nobody_waits_for_more_than_a_chunk(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long prompt is fed, those that run get a token in every step; a short prompt goes in between."""
     rng = random.Random(3)
