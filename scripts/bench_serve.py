@@ -163,10 +163,10 @@ def prefix(server: Server, pipeline: Pipeline) -> None:
                 "temperature": 0,
             }
             times.append(run_load(server.url, [body], 1).answers[0].first)
-    medians = statistics.median(cold), statistics.median(warm)
+    ratio, times = median_ratio(cold, warm), [1e3 * statistics.median(found) for found in (cold, warm)]
     click.echo(
-        f"\nfirst token behind {_PREFIX_TOKENS} tokens: cold {1e3 * medians[0]:.0f} ms, cached {1e3 * medians[1]:.0f} ms, "
-        f"{median_ratio(cold, warm):.1f}x sooner"
+        f"\nfirst token behind {_PREFIX_TOKENS} tokens: cold {times[0]:.0f} ms, cached {times[1]:.0f} ms, "
+        f"{ratio:.1f}x sooner"
     )
 
 
