@@ -10,6 +10,7 @@ import click
 
 from outrider.cli import options
 from outrider.engines.errors import OutriderError
+from outrider.engines.open import PROVIDERS
 
 
 @click.command()
@@ -24,6 +25,9 @@ from outrider.engines.errors import OutriderError
 @click.option("--max-body", type=click.IntRange(min=1), default=4 << 20, show_default=True, help="Bytes of a body.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=600, show_default=True, help="Seconds a request.")
 @click.option("--log-prompts", is_flag=True, help="Write prompts to the log too.")
+@click.option(
+    "--provider", type=click.Choice(PROVIDERS), default="cpu", show_default=True, help="What runs the models."
+)
 @options.threads
 def serve(
     bundle: Path,
@@ -37,6 +41,7 @@ def serve(
     max_body: int,
     timeout: float,
     log_prompts: bool,
+    provider: str,
     threads: int | None,
 ) -> None:
     """Serve BUNDLE to clients of OpenAI's API, and a page to chat with it."""
@@ -47,7 +52,7 @@ def serve(
         from outrider.runtime.service import Service
         from outrider.serve.app import Settings, create_app
     listening = _listen(host, port)  # before the bundle is loaded: a port in use is known at once
-    batch = Batch.load(bundle, lanes=max_batch, threads=threads, prefix_bytes=prefix_cache << 20)
+    batch = Batch.load(bundle, lanes=max_batch, threads=threads, provider=provider, prefix_bytes=prefix_cache << 20)
     settings = Settings(name or bundle.resolve().name, api_key, max_body, timeout, log_prompts)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     app = create_app(Service(batch, max_waiting), settings)

@@ -13,9 +13,10 @@ from outrider.engines.engine import DRAFT_TABLE, Engine, HeadInputs, PlanShape, 
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine, check_available, cpu_device
 from outrider.engines.packed import PackedEngine
-from outrider.engines.probe import packed_reference, probe_packed
+from outrider.engines.probe import RowProbe, known_rows, packed_reference, probe_packed
 from outrider.engines.providers import PROVIDERS as ORT_PROVIDERS
 from outrider.engines.providers import cache_key, check_provider, provider_setup
+from outrider.engines.single import SingleEngine
 from outrider.engines.tensorrt import LIBRARIES, TensorrtEngine, check_built, check_graph, load_library
 
 PROVIDERS = (*ORT_PROVIDERS, *LIBRARIES)
@@ -82,6 +83,18 @@ class Opener:
         return self._memory, self._heads[info.tokenizer]
 
 
+def open_single(opener: Opener, role: str, provider: str, tiers: Sequence[int]) -> tuple[SingleEngine, str]:
+    """A model of a bundle on any provider for one sequence, asked as for many; and the row probe's word on it.
+
+    Raises:
+        OutriderError: see ``Opener.open``.
+    """
+    engine = opener.open(role, provider)
+    info = opener.bundle.manifest.models[role]
+    rows = known_rows(info, engine, tiers) if role == "target" else RowProbe("", 1)
+    return SingleEngine(engine, rows.min_rows), rows.exactness
+
+
 def open_packed(
     bundle: Bundle, role: str, *, sequences: int, most_rows: int, threads: int | None = None
 ) -> tuple[PackedEngine, str]:
@@ -93,8 +106,8 @@ def open_packed(
     info = bundle.manifest.models[role]
     if info.packed_graph not in bundle.files:
         raise OutriderError(
-            f"{bundle.folder} has no graph of its {role} for several requests at once; export it with --lowering fused "
-            "in fp32, int8 or int4"
+            f"{bundle.folder} has no graph of its {role} for several requests at once; use --max-batch 1, or export it "
+            "with --lowering fused in fp32, int8 or int4"
         )
     reference = None
     if info.device != cpu_device(threads) and role == "target":  # a draft's bits decide no text

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,50 @@ class Segment(NamedTuple):
     wanted: int
 
 
+class SequencesEngine(Protocol):
+    """An engine with the caches of ``sequences`` sequences, asked for rows of some of them at once.
+
+    ``token_bytes`` is what a token of a sequence takes in the caches, 0 where they cannot be copied.
+    """
+
+    info: ModelInfo
+    device: str
+    sequences: int
+    min_rows: int
+    most_rows: int
+
+    @property
+    def token_bytes(self) -> int: ...
+
+    def run(self, segments: Sequence[Segment]) -> list[NDArray[np.float32]]:
+        """One pass.
+
+        Args:
+            segments: of different sequences, together of at most ``most_rows`` rows.
+
+        Returns:
+            float32 ``[wanted, vocab_size]`` of each segment: views that the next run overwrites.
+
+        Raises:
+            OutriderError: a segment does not fit its cache, or the engine fails.
+        """
+        ...
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copy the positions ``start`` to ``end`` of one sequence's caches to the same places of another's."""
+        ...
+
+    def save(self, sequence: int, length: int) -> SavedCache:
+        """A copy of the first ``length`` positions of a sequence's caches, ``[H_kv, length, D]`` each."""
+        ...
+
+    def restore(self, sequence: int, saved: SavedCache, start: int, end: int) -> None:
+        """Write the positions ``start`` to ``end`` of a copy into a sequence's caches."""
+        ...
+
+
 class PackedEngine:
-    """A packed graph on the CPU, with the caches of ``sequences`` sequences.
+    """See ``SequencesEngine``: a packed graph on the CPU, with the caches of ``sequences`` sequences.
 
     Args:
         graph: ``ModelInfo.packed_graph`` of the model.
@@ -80,17 +122,6 @@ class PackedEngine:
         self._binding = lru_cache(_SHAPES)(self._bound)
 
     def run(self, segments: Sequence[Segment]) -> list[NDArray[np.float32]]:
-        """One pass.
-
-        Args:
-            segments: of different sequences, together of at most ``most_rows`` rows.
-
-        Returns:
-            float32 ``[wanted, vocab_size]`` of each segment: views that the next run overwrites.
-
-        Raises:
-            OutriderError: a segment does not fit its cache, or ONNX Runtime fails.
-        """
         # Only the sequences from the first to the last that has rows are there at all.
         places = [segment.sequence for segment in segments]
         first = min(places)
@@ -118,20 +149,16 @@ class PackedEngine:
 
     @property
     def token_bytes(self) -> int:
-        """Of the caches, a token of a sequence."""
         return self.state.cache_bytes // (self.sequences * self.info.capacity)
 
     def save(self, sequence: int, length: int) -> SavedCache:
-        """A copy of the first ``length`` positions of a sequence's caches, ``[H_kv, length, D]`` each."""
         return [cache.read()[sequence, :, :length].copy() for cache in self.state.caches.values()]
 
     def restore(self, sequence: int, saved: SavedCache, start: int, end: int) -> None:
-        """Write the positions ``start`` to ``end`` of a copy into a sequence's caches."""
         for cache, kept in zip(self.state.caches.values(), saved, strict=True):
             cache.read()[sequence, :, start:end] = kept[:, start:end]
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy the positions ``start`` to ``end`` of one sequence's cache to the same places of another's."""
         for cache in self.state.caches.values():
             array = cache.read()
             array[target, :, start:end] = array[source, :, start:end]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engines.bundle import ModelInfo
 from outrider.engines.engine import PREFILL_CHUNK, Engine
 from outrider.engines.errors import OutriderError
 from outrider.engines.packed import PackedEngine, Segment
@@ -33,6 +34,13 @@ class RowProbe:
 
     exactness: str
     min_rows: int
+
+
+def known_rows(info: ModelInfo, engine: Engine, tiers: Sequence[int]) -> RowProbe:
+    """What is known of an engine: the export's probe holds for the machine it ran on; elsewhere it runs again."""
+    if info.device == engine.device:
+        return RowProbe(info.exactness, info.min_rows)
+    return probe_rows(engine, tiers)
 
 
 def probe_rows(engine: Engine, tiers: Sequence[int], seed: int = 0) -> RowProbe:

@@ -10,8 +10,8 @@ from typing import Any
 
 from outrider.engines.bundle import Bundle
 from outrider.engines.errors import OutriderError
-from outrider.engines.open import open_packed
-from outrider.engines.packed import PackedEngine
+from outrider.engines.open import Opener, open_packed, open_single
+from outrider.engines.packed import SequencesEngine
 from outrider.runtime.accept import ExactRule
 from outrider.runtime.batch_costs import BatchCosts, measure_costs
 from outrider.runtime.controller import DEFAULT_PRIORS, Controller
@@ -64,8 +64,8 @@ class Batch:
     def __init__(
         self,
         bundle: Bundle,
-        target: PackedEngine,
-        draft: PackedEngine | None,
+        target: SequencesEngine,
+        draft: SequencesEngine | None,
         exactness: str,
         prefix_bytes: int = PREFIX_BYTES,
     ) -> None:
@@ -91,14 +91,30 @@ class Batch:
 
     @classmethod
     def load(
-        cls, folder: str | Path, *, lanes: int, threads: int | None = None, prefix_bytes: int = PREFIX_BYTES
+        cls,
+        folder: str | Path,
+        *,
+        lanes: int,
+        threads: int | None = None,
+        provider: str = "cpu",
+        prefix_bytes: int = PREFIX_BYTES,
     ) -> Batch:
-        """Open a bundle on the CPU.
+        """Open a bundle.
+
+        Args:
+            provider: one of ``engines.open.PROVIDERS``; another than ``cpu`` runs one request at a time.
 
         Raises:
-            OutriderError: the bundle is not whole, or cannot run many requests at once.
+            OutriderError: the bundle is not whole, cannot run here, or not so many requests at once.
         """
         bundle = Bundle(folder)
+        if provider != "cpu" and lanes > 1:
+            raise OutriderError(f"--provider {provider} serves one request at a time; use --max-batch 1")
+        if lanes == 1 and (provider != "cpu" or bundle.manifest.target.packed_graph not in bundle.files):
+            opener, tiers = Opener(bundle, threads), bundle.manifest.tiers
+            single, exactness = open_single(opener, "target", provider, tiers)
+            drafting = open_single(opener, "draft", provider, tiers)[0] if bundle.manifest.draft else None
+            return cls(bundle, single, drafting, exactness, prefix_bytes)
         rows = lanes * (max(bundle.manifest.tiers) + 1) + PREFILL_ROWS
         target, exactness = open_packed(bundle, "target", sequences=lanes, most_rows=rows, threads=threads)
         draft = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from outrider.engines.packed import PackedEngine, Segment
+from outrider.engines.packed import Segment, SequencesEngine
 from outrider.runtime.costs import interpolate
 
 _LENGTH = 128  # tokens of context
@@ -70,7 +70,7 @@ class BatchCosts:
         self.drafting += (lanes - self.drafting) * _FORGETTING
 
 
-def measure_costs(target: PackedEngine, draft: PackedEngine | None, largest_k: int) -> BatchCosts:
+def measure_costs(target: SequencesEngine, draft: SequencesEngine | None, largest_k: int) -> BatchCosts:
     """A second or two of passes. What the caches held is overwritten."""
     wide = [rows for rows in (16, 32, 64) if rows <= target.most_rows]
     target_rows = [*range(1, largest_k + 2), *(rows for rows in wide if rows > largest_k + 1)]
@@ -90,7 +90,7 @@ def measure_costs(target: PackedEngine, draft: PackedEngine | None, largest_k: i
 
 
 def _time(
-    engine: PackedEngine,
+    engine: SequencesEngine,
     length: int,
     passes: Sequence[Sequence[Segment]],
     before: Callable[[], object] = lambda: None,

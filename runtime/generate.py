@@ -12,7 +12,7 @@ from outrider.engines.engine import Engine, PlanShape
 from outrider.engines.errors import OutriderError
 from outrider.engines.open import Opener
 from outrider.engines.plan import BoundEngine
-from outrider.engines.probe import probe_rows
+from outrider.engines.probe import known_rows
 from outrider.engines.round import DeviceRound
 from outrider.runtime.accept import ExactRule
 from outrider.runtime.controller import Controller
@@ -49,8 +49,9 @@ class Pipeline:
         self.tiers = tuple(k for k in bundle.manifest.tiers if not table or PlanShape(k + 1, k + 1) in table)
         self.intake = Intake(bundle, self.tiers, target.device)
         self.codec = self.intake.codec
-        self.exactness, min_rows = self._probe_rows()
-        self.target = CachedModel(target, min_rows)
+        rows = known_rows(self.manifest.target, target, self.tiers)
+        self.exactness = rows.exactness
+        self.target = CachedModel(target, rows.min_rows)
         self.draft = CachedModel(draft, 1) if draft else None  # its bits decide no text
         self._rounds: dict[int, DeviceRound] = {}
         model = self.intake.model_drafter(self.draft) if self.draft else None
@@ -234,11 +235,3 @@ class Pipeline:
             rows = max(tier + 1, self.target.min_rows)
             self._rounds[tier] = DeviceRound(cast(BoundEngine, target), cast(BoundEngine, draft), tier, rows)
         return self._rounds[tier]
-
-    def _probe_rows(self) -> tuple[str, int]:
-        """The export's probe holds for the machine it ran on; elsewhere kernels may differ, and it runs again."""
-        info, engine = self.manifest.target, self.target_engine
-        if info.device == engine.device:
-            return info.exactness, info.min_rows
-        probe = probe_rows(engine, self.tiers)
-        return probe.exactness, probe.min_rows

@@ -14,7 +14,7 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 from numpy.typing import NDArray
 
-from outrider.engines.packed import PackedEngine, Segment
+from outrider.engines.packed import Segment, SequencesEngine
 from outrider.runtime.choose import Row
 from outrider.runtime.drafters.roster import Roster
 from outrider.runtime.sequence import SequenceModel
@@ -30,7 +30,7 @@ class PassRequest(NamedTuple):
 class LaneModel(SequenceModel):
     """A model over one sequence of a packed engine; a pass is the batch's business."""
 
-    def __init__(self, engine: PackedEngine, role: str, sequence: int, chunk: int) -> None:
+    def __init__(self, engine: SequencesEngine, role: str, sequence: int, chunk: int) -> None:
         super().__init__(engine.info, chunk)
         self.role = role
         self._sequence = sequence

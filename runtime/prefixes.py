@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.engines.packed import PackedEngine, SavedCache
+from outrider.engines.packed import SavedCache, SequencesEngine
 from outrider.runtime.scheduler import TARGET
 
 
@@ -26,7 +26,7 @@ class Prefix:
 class PrefixStore:
     """Bounded in memory: the longest unused goes first. Args: ``limit`` in bytes, 0 to keep nothing."""
 
-    def __init__(self, engines: Mapping[str, PackedEngine], limit: int) -> None:
+    def __init__(self, engines: Mapping[str, SequencesEngine], limit: int) -> None:
         self._engines = engines
         self._limit = limit
         self._prefixes: OrderedDict[int, Prefix] = OrderedDict()

@@ -251,6 +251,22 @@ def test_what_is_refused_is_refused_before_it_waits(batch: Batch) -> None:
     assert not batch.busy
 
 
+def test_one_at_a_time_where_rows_are_not_packed(workdir: Path, tiny: Path, tiny_draft: Path) -> None:
+    """Standard operators, as on a GPU: one lane, the same texts; more lanes are refused."""
+    out = workdir / "batch-standard"
+    export_bundle(str(tiny), str(tiny_draft), out, ExportOptions("fp32", "standard", (2, 4), 96), threads=2)
+    alone, batch = Pipeline.load(out, threads=2), Batch.load(out, lanes=1, threads=2)
+    assert batch.exactness == alone.exactness
+    options = SamplingOptions(max_new_tokens=12, temperature=0.8, seed=4)
+    prompts = [[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 3, 7], [9] * 70]
+    jobs = [batch.submit(prompt, options, k=k) for prompt, k in zip(prompts, (4, None, 0), strict=True)]
+    run(batch, jobs)
+    for job, prompt in zip(jobs, prompts, strict=True):
+        assert_as_alone(batch, job, alone.generate(prompt, options, k=0))
+    assert "--max-batch 1" in refused(lambda: Batch.load(out, lanes=2))
+    assert "--max-batch 1" in refused(lambda: Batch.load(out, lanes=2, provider="tensorrt-rtx"))
+
+
 def test_the_real_model(smollm2_pair: Pipeline) -> None:
     """SmolLM2 in int4: four at once, each the text of its single run."""
     batch = Batch.load(smollm2_pair.bundle.folder, lanes=4, threads=2)
