@@ -79,7 +79,7 @@ class Batch:
         self.prefixes = PrefixStore(self.engines, prefix_bytes)
         self.lanes = [self._lane(number) for number in range(target.sequences)]
         self.costs: BatchCosts = measure_costs(target, draft, max(self.tiers))
-        self._controllers = [Controller(self.costs, DEFAULT_PRIORS, clocked=False) for _ in self.lanes]
+        self._controllers = [Controller(self.costs, DEFAULT_PRIORS, clocked=False, horizon=1) for _ in self.lanes]
         for controller in self._controllers:
             for source, acceptance in controller.acceptance.items():
                 acceptance.shares = self._controllers[0].acceptance[source].shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from outrider.engines.packed import Segment, SequencesEngine
@@ -12,7 +12,8 @@ from outrider.runtime.costs import interpolate
 
 _LENGTH = 128  # tokens of context
 _REPEATS = 5
-_ROUND_HOST, _LANE_HOST, _DRAFT_HOST = 1e-4, 5e-5, 1e-4  # seconds outside the engines: of a round, a lane, a draft step
+# Seconds outside the engines: of a round, of a lane in it, of a draft step and what is thought about it.
+_ROUND_HOST, _LANE_HOST, _DRAFT_HOST = 1e-4, 1e-4, 2.5e-4
 _FORGETTING = 0.1  # a pass
 
 
@@ -43,6 +44,8 @@ class BatchCosts:
     rows: int = 1
     drafting: float = 1.0
     origin = "measured at start"
+    _rounds: list[float] = field(default_factory=list)
+    _rounds_of: tuple[int, int] = (0, 0)
 
     @property
     def round_host(self) -> float:
@@ -50,10 +53,13 @@ class BatchCosts:
 
     def rounds(self, length: int) -> list[float]:
         """See ``Costs.rounds``."""
-        others = self.rows * (self.lanes - 1) / self.lanes
-        plain, *more = (interpolate(self.target_rows, self.target, others + k + 1) for k in range(self.largest_k + 1))
-        fixed = self.round_host + self.lane * (self.lanes - 1)
-        return [fixed + seconds for seconds in (plain, *(plain + self.lanes * (x - plain) for x in more))]
+        if self._rounds_of != (self.lanes, self.rows):  # the same for all lanes of a round
+            others = self.rows * (self.lanes - 1) / self.lanes
+            passes = [interpolate(self.target_rows, self.target, others + k + 1) for k in range(self.largest_k + 1)]
+            fixed = self.round_host + self.lane * (self.lanes - 1) + passes[0]
+            self._rounds = [fixed + self.lanes * (seconds - passes[0]) for seconds in passes]
+            self._rounds_of = self.lanes, self.rows
+        return self._rounds
 
     def first_step(self, rows: int, length: int) -> float:
         """See ``Costs.first_step``: its share of a pass that some lanes draft in together, and what its rows add."""

@@ -45,7 +45,6 @@ _DOUBTED = 0.5  # leaves so much of what was known,
 _CARRIED = 16.0  # and how many of them the next request still hears of
 _RATE_MEMORY = 0.95  # a round
 _SHARE_MEMORY = 0.98  # a draft token
-_HORIZON = 16  # rounds that pay for the draft model's catching up
 _PROBING = 0.0075  # share of the time that is spent on finding out whether the model pays again
 _MOST = 0.99  # probability that a draft token is ever given
 _PACE_TRUST = 8.0  # passes that the pace of all others counts for,
@@ -164,6 +163,7 @@ class Controller:
     costs: RoundCosts
     priors: Priors = field(default_factory=lambda: DEFAULT_PRIORS)
     clocked: bool = True  # whether the seconds that it hears of are those of its own passes
+    horizon: int = 16  # rounds that pay for the draft model's catching up
 
     def __post_init__(self) -> None:
         self.acceptance = {source: Acceptance(source, self.priors[source]) for source in SOURCES}
@@ -248,8 +248,10 @@ class Controller:
         found = self._step_ratio * min(_RATIO, max(1 / _RATIO, seconds / choice.drafting))
         self._step_ratio = self._step_ratio * _RATE_MEMORY + found * (1 - _RATE_MEMORY)
 
-    def _rounds(self, length: int) -> list[float]:
+    def _rounds(self, length: int) -> Sequence[float]:
         """Seconds of rounds with 0, 1, .. drafts, drafting left out, as they are of late."""
+        if not self.clocked:
+            return self.costs.rounds(length)
         host = self.costs.round_host
         self._tabled = [seconds - host for seconds in self.costs.rounds(length)]
         return [host + ratio * seconds for ratio, seconds in zip(self._pace.ratios(), self._tabled, strict=True)]
@@ -285,7 +287,7 @@ class Controller:
         ratio, costs = self._step_ratio, self.costs
         first, caught_up = (ratio * costs.first_step(rows, length) for rows in (lacking, min(lacking, 2)))
         step = ratio * costs.step(length)
-        rounds = _HORIZON if room == self.costs.largest_k else room  # the request ends within the room
+        rounds = self.horizon if room == self.costs.largest_k else room  # the request ends within the room
         return Drafting(first, step, max(0.0, first - caught_up) * (1 - 1 / max(1, rounds)))
 
     def _may_probe(self, seconds: float) -> bool:
