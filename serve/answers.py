@@ -6,9 +6,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from outrider.runtime.generation import GenerationResult, StreamedToken
+from outrider.runtime.stats import SourceStats
 from outrider.runtime.text import TextCodec
 
 _FINISH = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
@@ -131,6 +133,8 @@ def finite(logprob: float) -> float:
 def usage(results: Sequence[GenerationResult], per_prompt: int) -> dict[str, Any]:
     """Tokens of a request; drafts under OpenAI's names of predicted tokens, which is what they are.
 
+    ``rounds_by_k`` is no part of OpenAI's: where K was chosen in each round, how many rounds had each.
+
     Args:
         per_prompt: how many results each prompt has, one behind the other.
     """
@@ -139,6 +143,9 @@ def usage(results: Sequence[GenerationResult], per_prompt: int) -> dict[str, Any
     completion = sum(entry.num_output_tokens for entry in stats)
     accepted = sum(entry.num_accepted_draft_tokens for entry in stats)
     drafted = sum(entry.num_draft_tokens for entry in stats)
+    chosen = SourceStats()
+    for source in chain.from_iterable(entry.sources.values() for entry in stats):
+        chosen.add(source)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -148,6 +155,7 @@ def usage(results: Sequence[GenerationResult], per_prompt: int) -> dict[str, Any
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         },
+        "rounds_by_k": {str(k): chosen.rounds_by_k[k] for k in sorted(chosen.rounds_by_k)},
     }
 
 

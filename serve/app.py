@@ -9,12 +9,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -24,6 +23,7 @@ from outrider.runtime.service import QueueFullError, Service, StoppedError
 from outrider.serve.answers import Answer, error_body, finish_reason
 from outrider.serve.guard import Guard
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
+from outrider.serve.page import page_response
 from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.running import Running
 
@@ -65,7 +65,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
     app.add_exception_handler(_ApiError, _api_error)
     app.add_exception_handler(OutriderError, _refused)
     app.add_exception_handler(Exception, _fault)
-    page = files("outrider.serve").joinpath("page.html").read_text(encoding="utf-8")
+    page = page_response()
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -95,7 +95,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return HTMLResponse(page)
+        return page
 
     return app
 
@@ -117,6 +117,7 @@ class _Server:
             "created": int(time.time()),
             "owned_by": "outrider",
             "max_model_len": batch.manifest.max_length,
+            "max_num_draft_tokens": max(batch.tiers),
         }
 
     def check_model(self, name: str | None) -> None:
