@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from outrider.engines.bundle import Bundle
@@ -270,7 +271,7 @@ class Batch:
     def _round(self) -> list[Job]:
         fed: set[str] = set()
         touched: list[Job] = []
-        self.costs.lanes = max(1, self.running)
+        self.costs.begin(max(1, self.running))
         while turn := next_turn(self._waiting(), fed):
             touched += self._run(turn.role, [self.lanes[number] for number in turn.lanes])
             if turn.feeds:
@@ -293,16 +294,15 @@ class Batch:
         """One pass; all that waited for it go on to their next one."""
         jobs = [self._jobs[lane.number] for lane in lanes]
         segments = [lane.pending.segment for lane in lanes if lane.pending is not None]
+        start = perf_counter()
         try:
             rows: Sequence[Any] = self.engines[role].run(segments)
         except OutriderError as error:
             for lane in lanes:
                 lane.fail(error)
         else:
-            if role == TARGET:
-                self.costs.rows = sum(map(len, (segment.tokens for segment in segments)))
-            else:
-                self.costs.drafted(len(lanes))
+            count = sum(len(segment.tokens) for segment in segments)
+            self.costs.ran(role, len(lanes), count, perf_counter() - start)
             for lane, own in zip(lanes, rows, strict=True):
                 lane.resume(own)
         for lane in lanes:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from outrider.engines.packed import Segment, SequencesEngine
 from outrider.runtime.costs import interpolate
+from outrider.runtime.scheduler import DRAFT, TARGET
 
 _LENGTH = 128  # tokens of context
 _REPEATS = 5
 # Seconds outside the engines: of a round, of a lane in it, of a draft step and what is thought about it.
 _ROUND_HOST, _LANE_HOST, _DRAFT_HOST = 1e-4, 1e-4, 2.5e-4
 _FORGETTING = 0.1  # a pass
+_RATIO = 8.0  # of seconds to those expected that is still believed
 
 
 @dataclass(eq=False)
@@ -44,8 +45,28 @@ class BatchCosts:
     rows: int = 1
     drafting: float = 1.0
     origin = "measured at start"
-    _rounds: list[float] = field(default_factory=list)
-    _rounds_of: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self._pace = {TARGET: 1.0, DRAFT: 1.0}  # seconds of late to those measured
+        self._last = TARGET
+        self.begin(self.lanes)
+
+    def begin(self, lanes: int) -> None:
+        """A round of so many lanes: reckoned once for all of them."""
+        self.lanes = lanes
+        others = self.rows * (lanes - 1) / lanes
+        passes = [self._pass(TARGET, lanes, others + k + 1) for k in range(self.largest_k + 1)]
+        self._rounds = [self.round_host + passes[0] + lanes * (seconds - passes[0]) for seconds in passes]
+
+    def ran(self, role: str, lanes: int, rows: int, seconds: float) -> None:
+        """A pass, and what it took: a measurement at the start was of another hour."""
+        ratio = seconds / self._pass(role, lanes, rows)
+        self._pace[role] *= min(_RATIO, max(1 / _RATIO, ratio)) ** _FORGETTING
+        self._last = role
+        if role == TARGET:
+            self.rows = rows
+        else:
+            self.drafting += (lanes - self.drafting) * _FORGETTING
 
     @property
     def round_host(self) -> float:
@@ -53,27 +74,24 @@ class BatchCosts:
 
     def rounds(self, length: int) -> list[float]:
         """See ``Costs.rounds``."""
-        if self._rounds_of != (self.lanes, self.rows):  # the same for all lanes of a round
-            others = self.rows * (self.lanes - 1) / self.lanes
-            passes = [interpolate(self.target_rows, self.target, others + k + 1) for k in range(self.largest_k + 1)]
-            fixed = self.round_host + self.lane * (self.lanes - 1) + passes[0]
-            self._rounds = [fixed + self.lanes * (seconds - passes[0]) for seconds in passes]
-            self._rounds_of = self.lanes, self.rows
         return self._rounds
 
     def first_step(self, rows: int, length: int) -> float:
         """See ``Costs.first_step``: its share of a pass that some lanes draft in together, and what its rows add."""
-        together, more = (interpolate(self.draft_rows, self.draft, self.drafting + extra) for extra in (0, rows - 1))
+        together, more = (self._draft(self.draft, self.drafting + extra) for extra in (0, rows - 1))
         return self.lanes * (together / self.drafting + more - together + _DRAFT_HOST)
 
     def step(self, length: int) -> float:
         """See ``Costs.step``."""
-        together = interpolate(self.draft_rows, self.draft_step, self.drafting)
-        return self.lanes * (together / self.drafting + _DRAFT_HOST)
+        return self.lanes * (self._draft(self.draft_step, self.drafting) / self.drafting + _DRAFT_HOST)
 
-    def drafted(self, lanes: int) -> None:
-        """A pass of the draft, shared by so many lanes."""
-        self.drafting += (lanes - self.drafting) * _FORGETTING
+    def _pass(self, role: str, lanes: int, rows: float) -> float:
+        if role == DRAFT:
+            return self._draft(self.draft if self._last == TARGET else self.draft_step, rows)
+        return self._pace[TARGET] * (interpolate(self.target_rows, self.target, rows) + self.lane * (lanes - 1))
+
+    def _draft(self, table: Sequence[float], rows: float) -> float:
+        return self._pace[DRAFT] * interpolate(self.draft_rows, table, rows)
 
 
 def measure_costs(target: SequencesEngine, draft: SequencesEngine | None, largest_k: int) -> BatchCosts:
@@ -101,7 +119,10 @@ def _time(
     passes: Sequence[Sequence[Segment]],
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Median seconds of passes behind ``length`` tokens, all in turn, so that drift meets all alike."""
+    """Least seconds of passes behind ``length`` tokens, all in turn, so that drift meets all alike.
+
+    Not the median: the one who starts a server often does something else at the same time.
+    """
     for sequence in range(engine.sequences):
         for start in range(0, length, engine.most_rows):
             engine.run([Segment(sequence, start, [1] * min(engine.most_rows, length - start), 1)])
@@ -112,4 +133,4 @@ def _time(
             begin = perf_counter()
             engine.run(segments)
             times.append(perf_counter() - begin)
-    return [statistics.median(times[1:]) for times in samples]
+    return [min(times) for times in samples]
