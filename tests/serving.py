@@ -1,0 +1,77 @@
+"""A server as its clients see it: a real one, over a socket, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.runtime.batch import Batch
+from outrider.runtime.service import Service
+from outrider.serve.app import Settings, create_app
+
+
+@dataclass
+class Served:
+    """``url`` has no path; ``service`` is what runs behind it."""
+
+    url: str
+    service: Service
+    app: Any
+
+    def openai(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=30, **options)
+
+    def metrics(self) -> dict[str, float]:
+        return metrics(self.url)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Values by name without its prefix; where a metric has labels other than the model's, their values behind it."""
+    found = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            found[" ".join([sample.name.removeprefix("vllm:"), *labels.values()])] = sample.value
+    return found
+
+
+@contextmanager
+def serving(
+    bundle: Path, *, lanes: int = 4, max_waiting: int = 64, settings: dict[str, Any] | None = None
+) -> Iterator[Served]:
+    """Over a loaded bundle, in a thread."""
+    service = Service(Batch.load(bundle, lanes=lanes, threads=1), max_waiting)
+    app = create_app(service, Settings("tiny", **(settings or {})))
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=10))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, app)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def until(holds: Callable[[], Any], seconds: float = 20) -> None:
+    """Wait until something comes true."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.002)
