@@ -28,25 +28,22 @@ class Served:
     url: str
     service: Service
     app: Any
+    http: httpx.Client
 
     def openai(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=30, **options)
+        return self.http.post(f"{self.url}/v1/{path}", json=body, **options)
 
     def metrics(self) -> dict[str, float]:
-        return metrics(self.url)
-
-
-def metrics(url: str) -> dict[str, float]:
-    """Values by name without its prefix; where a metric has labels other than the model's, their values behind it."""
-    found = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
-        for sample in family.samples:
-            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
-            found[" ".join([sample.name.removeprefix("vllm:"), *labels.values()])] = sample.value
-    return found
+        """Values by name without its prefix; labels other than the model's stand behind it."""
+        found = {}
+        for family in text_string_to_metric_families(self.http.get(f"{self.url}/metrics").text):
+            for sample in family.samples:
+                labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+                found[" ".join([sample.name.removeprefix("vllm:"), *labels.values()])] = sample.value
+        return found
 
 
 @contextmanager
@@ -62,7 +59,8 @@ def serving(
     thread.start()
     try:
         until(lambda: server.started)
-        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, app)
+        with httpx.Client(timeout=30) as http:
+            yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, app, http)
     finally:
         server.should_exit = True
         thread.join(20)
