@@ -1,4 +1,4 @@
-"""``outrider serve`` as a process: what it needs, what it writes, what signals do, and what its bundle's folder is to it."""
+"""``outrider serve`` as a process: what it needs and writes, what signals do, and that its bundle may be replaced."""
 
 from __future__ import annotations
 
