@@ -50,7 +50,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         yield
         await run_in_threadpool(service.close)
 
-    app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, strict_content_type=False)
+    app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None)
     server = _Server(service, settings)
     app.add_middleware(Guard, largest=settings.max_body, api_key=settings.api_key, timeout=settings.timeout)
     add_handlers(app)
