@@ -307,7 +307,7 @@ def test_large_bodies(served: Served) -> None:
 
 def test_keys(tiny_bundle: Path) -> None:
     """Asked for by all under /v1, and before a body is looked at."""
-    with serving(tiny_bundle, settings={"api_key": KEY, "timeout": 0.2}) as served:
+    with serving(tiny_bundle, settings={"api_key": KEY}) as served:
         bearer = f"Bearer {KEY}".encode()
         for authorization in (None, b"", b"Bearer", b"Bearer no", KEY.encode(), bearer + b"x", bearer[:-1], b"\xff"):
             headers = {} if authorization is None else {b"Authorization": authorization}
@@ -323,11 +323,13 @@ def test_keys(tiny_bundle: Path) -> None:
             == served.http.get(f"{served.url}/metrics").status_code
             == 200
         )
-        # A body that does not come to its end.
+
+
+def test_a_body_that_does_not_come_to_its_end(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle, settings={"timeout": 0.2}) as served:
         host, port = served.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\nAuthorization: "
-            connection.sendall(head + bearer + b"\r\n\r\n{")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
             assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
@@ -368,7 +370,6 @@ def test_any_request_is_answered(served: Served, path: str, mode: GenerationMode
             answers[response.status_code] += 1
 
     run()
-    print(answers)
     if mode is GenerationMode.NEGATIVE:
         assert 200 not in answers
     elif path in POST:
