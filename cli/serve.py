@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from outrider.engines.open import PROVIDERS
 @click.option("--max-waiting", type=click.IntRange(min=0), default=64, show_default=True, help="Requests that queue.")
 @click.option("--prefix-cache", type=click.IntRange(min=0), default=256, show_default=True, help="MiB for old texts.")
 @click.option("--max-body", type=click.IntRange(min=1), default=4 << 20, show_default=True, help="Bytes of a body.")
-@click.option("--timeout", type=click.FloatRange(min=0.1), default=600, show_default=True, help="Seconds a request.")
+@click.option("--timeout", type=click.IntRange(min=1), default=600, show_default=True, help="Seconds a request.")
 @click.option("--log-prompts", is_flag=True, help="Write prompts to the log too.")
 @click.option(
     "--provider", type=click.Choice(PROVIDERS), default="cpu", show_default=True, help="What runs the models."
@@ -39,33 +38,36 @@ def serve(
     max_waiting: int,
     prefix_cache: int,
     max_body: int,
-    timeout: float,
+    timeout: int,
     log_prompts: bool,
     provider: str,
     threads: int | None,
 ) -> None:
     """Serve BUNDLE to clients of OpenAI's API, and a page to chat with it."""
     with options.extras("serve"):
-        import uvicorn
-
         from outrider.runtime.batch import Batch
         from outrider.runtime.service import Service
         from outrider.serve.app import Settings, create_app
+        from outrider.serve.log import log_as_json
+        from outrider.serve.server import run
+
     listening = _listen(host, port)  # before the bundle is loaded: a port in use is known at once
     batch = Batch.load(bundle, lanes=max_batch, threads=threads, provider=provider, prefix_bytes=prefix_cache << 20)
     settings = Settings(name or bundle.resolve().name, api_key, max_body, timeout, log_prompts)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_as_json()
     app = create_app(Service(batch, max_waiting), settings)
     address, at = listening.getsockname()[:2]
+    address = f"[{address}]" if ":" in address else address
     click.echo(
         f"serving {settings.model} at http://{address}:{at} ({max_batch} at once, rows {batch.exactness})", err=True
     )
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(timeout) + 1)
-    uvicorn.Server(config).run(sockets=[listening])
+    if not run(app, listening, timeout + 1):
+        raise click.Abort
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), backlog=128)
+        return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise OutriderError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from threading import Lock
 from typing import cast
 
-from outrider.engines.bundle import NEXT_TOKENS, TOKENIZER, Bundle
+from outrider.engines.bundle import NEXT_TOKENS, Bundle
 from outrider.engines.errors import OutriderError
 from outrider.engines.next_tokens import NextTokens
 from outrider.runtime.accept import acceptance_rule
@@ -45,6 +46,7 @@ class Intake:
         self.tiers = tiers
         self._device = device
         self._grammars: GrammarCompiler | None = None
+        self._lock = Lock()
 
     @property
     def default_drafter(self) -> str:
@@ -144,9 +146,8 @@ class Intake:
     def _grammar(self, options: SamplingOptions) -> GrammarState | None:
         if not options.grammar:
             return None
-        if self._grammars is None:
-            manifest = self.manifest
-            self._grammars = GrammarCompiler(
-                self.bundle.path(TOKENIZER), manifest.target.vocab_size, manifest.eos_token_ids
-            )
+        with self._lock:
+            if self._grammars is None:
+                manifest, tokenizer = self.manifest, self.codec.tokenizer.to_str()  # its file may be gone by now
+                self._grammars = GrammarCompiler(tokenizer, manifest.target.vocab_size, manifest.eos_token_ids)
         return self._grammars.compile(**options.grammar)

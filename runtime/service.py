@@ -38,7 +38,7 @@ class Service:
         self.batch = batch
         self.max_waiting = max_waiting
         self.failure: Exception | None = None  # what stopped the thread, if it was not ``close``
-        self._listeners: dict[int, Listener] = {}
+        self._listeners: dict[Job, Listener] = {}  # of all that are not done
         self._inbox: deque[Job] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -63,11 +63,11 @@ class Service:
         """
         job = self.batch.new_job(prompt, options, k=k, drafter=drafter, acceptance=acceptance)
         with self._wake:
-            if self._closing or self.failure:
+            if self.stopped:
                 raise StoppedError(f"the service has stopped: {self.failure or 'it is shutting down'}")
-            if self.waiting >= self.max_waiting:
+            if len(self._listeners) >= self.capacity:
                 raise QueueFullError(f"{self.waiting} requests are waiting; try again later")
-            self._listeners[id(job)] = listener
+            self._listeners[job] = listener
             self._inbox.append(job)
             self._wake.notify()
         return job
@@ -81,6 +81,16 @@ class Service:
     def result(self, job: Job) -> GenerationResult:
         """See ``Batch.result``."""
         return self.batch.result(job)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that may run or wait at once."""
+        return len(self.batch.lanes) + self.max_waiting
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no more requests are taken."""
+        return self._closing or self.failure is not None
 
     @property
     def waiting(self) -> int:
@@ -107,7 +117,10 @@ class Service:
             self.batch.queue += self._inbox
             self._inbox.clear()
         why = StoppedError(f"the service has stopped: {self.failure or 'it was shut down'}")
-        for job in self.batch.abandon(why):
+        self.batch.abandon(why)
+        for job in list(self._listeners):  # also what the step that failed had taken up, or brought to its end
+            if not job.done:
+                job.failure, job.done = why, True
             self._tell(job)
 
     def _take(self) -> bool:
@@ -120,9 +133,9 @@ class Service:
             return not self._closing
 
     def _tell(self, job: Job) -> None:
-        listener = self._listeners[id(job)]
+        listener = self._listeners[job]
         if job.done:
-            del self._listeners[id(job)]
+            del self._listeners[job]
         try:
             listener(job, job.new_tokens())
         except Exception:  # one listener's fault must not stop the others

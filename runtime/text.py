@@ -49,7 +49,8 @@ class TextCodec:
         plain = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self.render(prompt)
         check_utf8(text, "the prompt")
-        ids = self.tokenizer.encode(text, add_special_tokens=plain).ids
+        # A batch of one: unlike ``encode``, it lets other threads run meanwhile.
+        ids = self.tokenizer.encode_batch([text], add_special_tokens=plain)[0].ids
         if not ids:
             raise OutriderError("the prompt is empty; give at least one token of text")
         return list(ids)

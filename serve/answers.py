@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from outrider.runtime.generation import GenerationResult, StreamedToken
 from outrider.runtime.stats import SourceStats
-from outrider.runtime.text import TextCodec
+from outrider.runtime.text import REPLACEMENT, TextCodec
 
 _FINISH = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
 
@@ -118,7 +118,8 @@ class Answer:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.codec.alone(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        known = REPLACEMENT not in text  # a part of a character has bytes, but no text that tells them
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()) if known else None}
 
 
 def finish_reason(result: GenerationResult) -> str:
@@ -157,8 +158,3 @@ def usage(results: Sequence[GenerationResult], per_prompt: int) -> dict[str, Any
         },
         "rounds_by_k": {str(k): chosen.rounds_by_k[k] for k in sorted(chosen.rounds_by_k)},
     }
-
-
-def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, limits, errors in OpenAI's shape."""
+"""The HTTP side: routes and limits."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
-from outrider.engines.errors import OutriderError
-from outrider.runtime.intake import PromptTooLongError
-from outrider.runtime.service import QueueFullError, Service, StoppedError
-from outrider.serve.answers import Answer, error_body, finish_reason
+from outrider.runtime.service import Service
+from outrider.serve.answers import Answer, finish_reason
+from outrider.serve.errors import ErrorBody, add_handlers, failed, invalid
 from outrider.serve.guard import Guard
 from outrider.serve.metrics import CONTENT_TYPE, Metrics
 from outrider.serve.page import page_response
@@ -28,7 +27,8 @@ from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.running import Running
 
 _LOG = logging.getLogger("outrider.serve")
-_RETRY_SECONDS = "1"
+_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+_ANSWERS: dict[int | str, dict[str, Any]] = _ERRORS | {200: {"content": {"text/event-stream": {}}}}
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,6 @@ class Settings:
     log_prompts: bool = False
 
 
-class _ApiError(Exception):
-    def __init__(self, status: int, body: dict[str, Any]) -> None:
-        super().__init__(body["error"]["message"])
-        self.status = status
-        self.body = body
-
-
 def create_app(service: Service, settings: Settings) -> FastAPI:
     """The application over a running service, which it closes at its end."""
 
@@ -57,39 +50,34 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
         yield
         await run_in_threadpool(service.close)
 
-    app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, strict_content_type=False)
+    app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None)
     server = _Server(service, settings)
-    app.add_middleware(Guard, largest=settings.max_body, api_key=settings.api_key)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(_ApiError, _api_error)
-    app.add_exception_handler(OutriderError, _refused)
-    app.add_exception_handler(Exception, _fault)
+    app.add_middleware(Guard, largest=settings.max_body, api_key=settings.api_key, timeout=settings.timeout)
+    add_handlers(app)
     page = page_response()
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=_ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await server.answer(body, request, chat=True)
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=_ANSWERS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await server.answer(body, request, chat=False)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [server.model]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
         server.check_model(name)
         return server.model
 
-    @app.get("/health")
+    @app.get("/health", responses={503: {"description": "The batch has stopped."}})
     async def health() -> Response:
-        stopped = service.failure is not None
-        return JSONResponse({"status": "stopped" if stopped else "ok"}, 503 if stopped else 200)
+        return JSONResponse({"status": "stopped"}, 503) if service.stopped else JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE)
 
@@ -123,7 +111,7 @@ class _Server:
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model:
             message = f"the model {name!r} does not exist; this server has {self.settings.model!r}"
-            raise _ApiError(404, error_body(message, "invalid_request_error", param="model", code="model_not_found"))
+            raise invalid(message, 404, param="model", code="model_not_found")
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request, *, chat: bool) -> Response:
         self.check_model(body.model)
@@ -131,22 +119,25 @@ class _Server:
         answer = Answer(
             self.settings.model, chat, options.get("logprobs") is not None, body.return_tokens, self.service.batch.codec
         )
-        running = Running(self.service, [])
-        per_prompt = body.n or 1
+        prompts, per_prompt = body.prompts(), body.n or 1
+        if len(prompts) * per_prompt > self.service.capacity:
+            most = f"this server takes at most {self.service.capacity} at once"
+            raise invalid(f"{len(prompts)} prompts with {per_prompt} choices each are too many; {most}")
+        running = Running(self.service)
         try:
-            for prompt in body.prompts():
+            for prompt in prompts:
                 for index in range(per_prompt):
-                    running.prompts.append(self._echo(body, prompt))
                     await running.submit(
                         prompt, body.nth_options(index, options), k=body.num_draft_tokens, drafter=body.drafter
                     )
+                    running.prompts.append(self._echo(body, prompt))
         except BaseException:
             running.leave()
             raise
-        usage = bool(body.stream_options and body.stream_options.include_usage)
         if body.stream:
+            usage = bool(body.stream_options and body.stream_options.include_usage)
             events = self._events(running, answer, per_prompt, usage)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return _EventStream(events, partial(self._left, running, answer))
         return await self._whole(running, answer, per_prompt, request)
 
     def _echo(self, body: ChatRequest | CompletionRequest, prompt: Any) -> str:
@@ -157,25 +148,23 @@ class _Server:
     async def _whole(self, running: Running, answer: Answer, per_prompt: int, request: Request) -> Response:
         collecting = asyncio.ensure_future(_collect(running, self.settings.timeout))
         gone = asyncio.ensure_future(_disconnected(request))
-        reason = "abort"
         try:
             await asyncio.wait({collecting, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 return Response(status_code=499)  # nobody reads it
-            reason = "error"
             collecting.result()
-            reason = ""
+            running.outcome = None
             return JSONResponse(answer.whole(running.finished(), per_prompt))
-        except asyncio.TimeoutError:
-            raise _ApiError(504, _too_slow(self.settings.timeout)) from None
+        except Exception as error:
+            running.outcome = "error"
+            raise failed(error) from None
         finally:
             collecting.cancel()
             gone.cancel()
-            self._left(running, answer, reason)
+            self._left(running, answer)
 
     async def _events(self, running: Running, answer: Answer, per_prompt: int, usage: bool) -> AsyncIterator[str]:
         offsets = [len(prompt) for prompt in running.prompts]
-        reason = "abort"
         try:
             for index, prompt in enumerate(running.prompts):
                 if (chunk := answer.first(index, prompt)) is not None:
@@ -189,27 +178,21 @@ class _Server:
                     yield _event(answer.last(index, finish_reason(self.service.result(running.jobs[index]))))
             if usage:
                 yield _event(answer.usage([one.result for one in running.finished()], per_prompt))
-            reason = ""
-        except OutriderError as error:
-            reason = "error"
-            yield _event(error_body(str(error), "server_error"))
-        except asyncio.TimeoutError:
-            reason = "error"
-            yield _event(_too_slow(self.settings.timeout))
-        finally:
-            self._left(running, answer, reason)
+            running.outcome = None
+        except Exception as error:
+            running.outcome = "error"
+            yield _event(failed(error).body)
         yield "data: [DONE]\n\n"
 
-    def _left(self, running: Running, answer: Answer, reason: str) -> None:
-        """End what still runs; count and log. ``reason`` is "" where all came to their ends."""
+    def _left(self, running: Running, answer: Answer) -> None:
+        """The answer is over, however it came to that: end what still runs, count and log."""
         running.leave()
         seconds = time.perf_counter() - running.started
         for job in running.jobs:
-            finish = reason or finish_reason(self.service.result(job))
+            finish = running.outcome or finish_reason(self.service.result(job))
             stats = job.request.stats
             self.metrics.finished(finish, stats, running.first, seconds)
-            record: dict[str, Any] = {
-                "event": "request",
+            fields: dict[str, Any] = {
                 "id": answer.number,
                 "chat": answer.chat,
                 "finish": finish,
@@ -223,8 +206,24 @@ class _Server:
             }
             if self.settings.log_prompts:
                 tokens = job.request.history.tokens
-                record["prompt"] = self.service.batch.codec.decode(tokens[: stats.num_prompt_tokens])
-            _LOG.info(json.dumps(record))
+                fields["prompt"] = self.service.batch.codec.decode(tokens[: stats.num_prompt_tokens])
+            _LOG.info("request", extra={"fields": fields})
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events. ``left`` is called at the end, also where the client goes before the first or reads no more,
+    when ``events`` itself hears nothing of it.
+    """
+
+    def __init__(self, events: AsyncIterator[str], left: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left()
 
 
 async def _collect(running: Running, timeout: float) -> None:
@@ -238,46 +237,5 @@ async def _disconnected(request: Request) -> None:
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def _too_slow(seconds: float) -> dict[str, Any]:
-    return error_body(f"the request took longer than {seconds:g} s; ask for fewer tokens", "timeout")
-
-
-def _invalid(_: Request, error: Exception) -> Response:
-    """What pydantic says of a body, as one line about its first fault."""
-    assert isinstance(error, RequestValidationError)
-    fault = error.errors()[0]
-    place = [str(part) for part in fault["loc"] if part != "body"]
-    param = ".".join(place) or None
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
-        message = f"the field {param} is not supported; leave it out"
-    elif param:
-        message = f"{param}: {message}"
-    return JSONResponse(error_body(message, "invalid_request_error", param=param), 400)
-
-
-def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(error.detail, "invalid_request_error"), error.status_code, error.headers)
-
-
-def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, _ApiError)
-    return JSONResponse(error.body, error.status)
-
-
-def _fault(_: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(f"{type(error).__name__} in the server; see its log", "server_error"), 500)
-
-
-def _refused(_: Request, error: Exception) -> Response:
-    if isinstance(error, QueueFullError):
-        body = error_body(str(error), "rate_limit_error", code="queue_full")
-        return JSONResponse(body, 429, {"Retry-After": _RETRY_SECONDS})
-    if isinstance(error, StoppedError):
-        return JSONResponse(error_body(str(error), "server_error"), 503)
-    code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-    return JSONResponse(error_body(str(error), "invalid_request_error", code=code), 400)
+    # Only ASCII: some clients take U+2028 and its like for ends of lines.
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"

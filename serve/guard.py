@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 
-from outrider.serve.answers import error_body
+from outrider.serve.errors import ApiError, invalid
 
 
 class Guard:
@@ -17,27 +17,25 @@ class Guard:
     Args:
         largest: bytes of a body.
         api_key: None to let anybody in.
+        timeout: seconds without any part of a body.
     """
 
-    def __init__(self, app: Any, largest: int, api_key: str | None) -> None:
+    def __init__(self, app: Any, largest: int, api_key: str | None, timeout: float) -> None:
         self._app = app
         self._largest = largest
         self._api_key = api_key
+        self._timeout = timeout
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if not self._authorized(scope["path"], headers):
-            body = error_body("the API key is missing or wrong", "authentication_error", code="invalid_api_key")
-            await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-            return
-        length = headers.get("content-length", "0")
-        parts = await self._body(receive) if length.isdecimal() and int(length) <= self._largest else None
-        if parts is None:
-            message = f"the body is larger than {self._largest} bytes"
-            await JSONResponse(error_body(message, "invalid_request_error"), 413)(scope, receive, send)
+        try:
+            self._authorize(scope["path"], headers)
+            parts = await self._body(headers, receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
             return
 
         async def replay() -> Any:
@@ -45,20 +43,29 @@ class Guard:
 
         await self._app(scope, replay, send)
 
-    def _authorized(self, path: str, headers: Headers) -> bool:
+    def _authorize(self, path: str, headers: Headers) -> None:
         if self._api_key is None or not path.startswith("/v1/"):
-            return True
-        given = headers.get("authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode())
+            return
+        given = headers.get("authorization", "").encode("latin-1")  # as it came
+        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+            message, challenge = "the API key is missing or wrong", {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, "authentication_error", code="invalid_api_key", headers=challenge)
 
-    async def _body(self, receive: Any) -> list[Any] | None:
-        """All of it, since it is parsed whole anyway; None where it is too large."""
+    async def _body(self, headers: Headers, receive: Any) -> list[Any]:
+        """All of it, since it is parsed whole anyway."""
+        too_large = invalid(f"the body is larger than {self._largest} bytes", 413)
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._largest:
+            raise too_large
         parts: list[Any] = []
         size = 0
         while not parts or parts[-1].get("more_body", False):
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._timeout)
+            except asyncio.TimeoutError:
+                raise invalid("the body did not come to its end", 408) from None
             parts.append(message)
             size += len(message.get("body", b""))
             if size > self._largest:
-                return None
+                raise too_large
         return parts

@@ -10,13 +10,23 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic_core import PydanticCustomError
 
-from outrider.engines.errors import OutriderError
 from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.text import Message
+from outrider.serve.errors import invalid
 
 Number = StrictInt | StrictFloat
+TokenId = Annotated[StrictStr, Field(pattern=r"^[0-9]{1,9}$")]
+Text = Annotated[StrictStr, Field(min_length=1)]
+Tokens = Annotated[list[StrictInt], Field(min_length=1)]
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
+_MOST_STOPS = 32  # each is looked for behind each token
+
+
+def _conflict(field: str, message: str) -> PydanticCustomError:
+    """A field does not go with another."""
+    return PydanticCustomError("conflict", "{message}", {"param": field, "message": message})
 
 
 class _Body(BaseModel):
@@ -54,7 +64,7 @@ class ResponseFormat(_Body):
     @model_validator(mode="after")
     def _whole(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type json_schema, and with no other")
+            raise _conflict("json_schema", "json_schema goes with type json_schema, and with no other")
         return self
 
 
@@ -71,11 +81,11 @@ class _Generation(_Body):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=_MOST_STOPS)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[StrictStr, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     user: StrictStr | None = None
     response_format: ResponseFormat | None = None
     top_k: Annotated[StrictInt, Field(ge=0)] | None = None
@@ -94,11 +104,14 @@ class _Generation(_Body):
     @model_validator(mode="after")
     def _streamed(self) -> _Generation:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream: true")
+            raise _conflict("stream_options", "stream_options goes with stream: true")
         return self
 
-    def _options(self, max_new_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    def _options(self, max_new_tokens: int, logprobs: int | None) -> dict[str, Any]:
         """Options by name, those that were given; OpenAI's default temperature is 1."""
+        if (self.min_tokens or 0) > max_new_tokens:
+            message = f"min_tokens {self.min_tokens} is more than the {max_new_tokens} tokens that there can be"
+            raise invalid(message, param="min_tokens")
         temperature = 1.0 if self.temperature is None else float(self.temperature)
         options: dict[str, Any] = {
             "temperature": temperature,
@@ -110,7 +123,7 @@ class _Generation(_Body):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
-            "logit_bias": _bias(self.logit_bias),
+            "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
             "stop_strings": [self.stop] if isinstance(self.stop, str) else self.stop,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
@@ -137,9 +150,9 @@ class ChatRequest(_Generation):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs: true")
+            raise _conflict("top_logprobs", "top_logprobs goes with logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("give max_completion_tokens or max_tokens, not both")
+            raise _conflict("max_tokens", "give max_completion_tokens or max_tokens, not both")
         return self
 
     def prompts(self) -> list[list[Message]]:
@@ -152,17 +165,15 @@ class ChatRequest(_Generation):
 
 
 class CompletionRequest(_Generation):
-    prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    prompt: StrictStr | Tokens | Annotated[list[StrictStr] | list[Tokens], Field(min_length=1)]
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
-        if isinstance(self.prompt, list) and not self.prompt:
-            raise ValueError("the prompt is empty; give at least one token of text")
         if self.echo and self.logprobs is not None:
-            raise ValueError("log-probabilities of the prompt are not served; leave echo or logprobs out")
+            raise _conflict("echo", "log-probabilities of the prompt are not served; leave echo or logprobs out")
         return self
 
     def prompts(self) -> list[str | list[int]]:
@@ -176,15 +187,6 @@ class CompletionRequest(_Generation):
     def options(self, room: int) -> dict[str, Any]:
         """Options by name."""
         return self._options(_DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
-
-
-def _bias(given: Mapping[str, Number] | None) -> dict[int, float] | None:
-    if given is None:
-        return None
-    for token in given:
-        if not token.isdecimal():
-            raise OutriderError(f"logit_bias: {token!r} is no token id; use whole numbers as keys")
-    return {int(token): float(bias) for token, bias in given.items()}
 
 
 def _schema(given: ResponseFormat | None) -> Any:

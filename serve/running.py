@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
@@ -28,14 +28,18 @@ class Update(NamedTuple):
 
 @dataclass
 class Running:
-    """Choices of one request, by index; ``prompts`` are what the text of each is to begin with."""
+    """Choices of one request, by index; ``prompts`` are what the text of each is to begin with.
+
+    ``outcome`` is None when all have come to their ends; until then, and where nobody waited for that, ``abort``.
+    """
 
     service: Service
-    prompts: list[str]
+    prompts: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     tokens: list[list[StreamedToken]] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None  # seconds to the first token of any choice
+    outcome: Literal["abort", "error"] | None = "abort"
     _updates: asyncio.Queue[Update] = field(default_factory=asyncio.Queue)
 
     async def submit(self, prompt: Any, options: SamplingOptions, **speculation: Any) -> None:
@@ -57,7 +61,7 @@ class Running:
         """As they come, until all choices are done.
 
         Raises:
-            OutriderError: what ended one of them.
+            Exception: what ended one of them.
             asyncio.TimeoutError: so many seconds after the start they are not done.
         """
         left = len(self.jobs)

@@ -103,7 +103,7 @@ def real(smollm2_int4: Pipeline, workdir: Path) -> Pipeline:
 
 def compiler_of(pipeline: Pipeline) -> GrammarCompiler:
     manifest = pipeline.manifest
-    return GrammarCompiler(pipeline.bundle.path(TOKENIZER), manifest.target.vocab_size, manifest.eos_token_ids)
+    return GrammarCompiler(pipeline.codec.tokenizer.to_str(), manifest.target.vocab_size, manifest.eos_token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def test_text_of_sentencepiece_tokens_matches(grammar: str, space_prefix: bool, 
     files = tokenizer_from_metadata(metadata.get, Path("m.gguf"))
     folder = workdir / f"grammar-sentencepiece-{space_prefix}"
     codec = codec_of(files, folder)
-    compiler = GrammarCompiler(folder / TOKENIZER, codec.tokenizer.get_vocab_size(), files.eos_token_ids)
+    compiler = GrammarCompiler(codec.tokenizer.to_str(), codec.tokenizer.get_vocab_size(), files.eos_token_ids)
     rng = np.random.default_rng(0)
     whole = 0
     for _ in range(60):

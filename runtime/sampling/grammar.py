@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,13 @@ class GrammarCompiler:
     """The tokens of a bundle as llguidance sees them; made once (0.3 s), serves any number of requests.
 
     Args:
-        tokenizer: a ``tokenizer.json``.
+        tokenizer: the content of a ``tokenizer.json``.
 
     Raises:
         OutriderError: llguidance is not installed.
     """
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         try:
             import llguidance
         except ImportError:
@@ -33,9 +32,7 @@ class GrammarCompiler:
             ) from None
         self._matcher = llguidance.LLMatcher
         self._vocab_size = vocab_size
-        self._tokenizer = llguidance.LLTokenizer(
-            tokenizer.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
-        )
+        self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         # It marks these where a text may end; which tokens end a request is the request's business.
         self._eos_token_ids = np.array(self._tokenizer.eos_tokens, np.int64)
 

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import onnxruntime_genai as og
+
 from serve import Decode, serve
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
+
 from serve import Decode, serve
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from serve import Decode, serve
-
 from outrider.runtime import Pipeline, SamplingOptions
+from serve import Decode, serve
 
 
 def load(config: dict[str, Any]) -> tuple[str, Decode]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import transformers
-from serve import Decode, serve
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
+
+from serve import Decode, serve
 
 
 class Passes(BaseStreamer):
