@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from outrider.cli import options
+from outrider.engines.bundle import Bundle
 from outrider.engines.errors import OutriderError
 from outrider.engines.open import PROVIDERS
+
+if TYPE_CHECKING:
+    from outrider.serve.app import Settings
+
+# Ray reads these as it is imported and as it starts. It tells its makers nothing, takes orders from nobody without this
+# user's token, and leaves no lines of the log out because they look alike.
+_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_DEDUP_LOGS": "0"}
+
+
+def _replicas(value: str) -> tuple[int, int]:
+    """``N`` or ``MIN:MAX``, the type of an option."""
+    try:
+        bounds = [int(part) for part in value.split(":")]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
+        raise click.BadParameter(f"{value!r} is no whole number from 1 on, and no two such as 1:4")
+    return bounds[0], bounds[-1]
 
 
 @click.command()
@@ -27,6 +48,7 @@ from outrider.engines.open import PROVIDERS
 @click.option(
     "--provider", type=click.Choice(PROVIDERS), default="cpu", show_default=True, help="What runs the models."
 )
+@click.option("--replicas", type=_replicas, metavar="N|MIN:MAX", help="Copies behind Ray Serve; MIN:MAX by load.")
 @options.threads
 def serve(
     bundle: Path,
@@ -41,6 +63,7 @@ def serve(
     timeout: int,
     log_prompts: bool,
     provider: str,
+    replicas: tuple[int, int] | None,
     threads: int | None,
 ) -> None:
     """Serve BUNDLE to clients of OpenAI's API, and a page to chat with it."""
@@ -52,17 +75,62 @@ def serve(
         from outrider.serve.server import run
 
     listening = _listen(host, port)  # before the bundle is loaded: a port in use is known at once
-    batch = Batch.load(bundle, lanes=max_batch, threads=threads, provider=provider, prefix_bytes=prefix_cache << 20)
     settings = Settings(name or bundle.resolve().name, api_key, max_body, timeout, log_prompts)
+    if replicas is not None:
+        batches = {
+            "max_batch": max_batch,
+            "max_waiting": max_waiting,
+            "prefix_cache": prefix_cache,
+            "provider": provider,
+        }
+        _serve_replicas(listening, Bundle(bundle), settings, replicas, threads, batches)
+        return
+    batch = Batch.load(bundle, lanes=max_batch, threads=threads, provider=provider, prefix_bytes=prefix_cache << 20)
     log_as_json()
     app = create_app(Service(batch, max_waiting), settings)
-    address, at = listening.getsockname()[:2]
-    address = f"[{address}]" if ":" in address else address
-    click.echo(
-        f"serving {settings.model} at http://{address}:{at} ({max_batch} at once, rows {batch.exactness})", err=True
-    )
+    _say(listening.getsockname(), settings, f"{max_batch} at once, rows {batch.exactness}")
     if not run(app, listening, timeout + 1):
         raise click.Abort
+
+
+def _serve_replicas(
+    listening: socket.socket,
+    bundle: Bundle,
+    settings: Settings,
+    replicas: tuple[int, int],
+    threads: int | None,
+    batches: dict[str, Any],
+) -> None:
+    for variable, value in _RAY.items():
+        os.environ.setdefault(variable, value)
+    with options.extras("ray"):
+        from outrider.serve.ray_app import API_KEY, ReplicaOptions
+        from outrider.serve.ray_local import run
+    if settings.api_key is not None:
+        os.environ[API_KEY] = settings.api_key
+    least, most = replicas
+    replica = ReplicaOptions(
+        bundle=str(bundle.folder.resolve()),
+        name=settings.model,
+        threads=threads or max(1, (os.cpu_count() or 1) // most),
+        max_body=settings.max_body,
+        timeout=settings.timeout,
+        log_prompts=settings.log_prompts,
+        min_replicas=least,
+        max_replicas=most,
+        **batches,
+    )
+    address = listening.getsockname()
+    listening.close()  # Ray listens there itself
+    count = least if least == most else f"{least} to {most}"
+    how = f"{count} replicas, {replica.max_batch} at once in each"
+    run(replica, *address[:2], lambda: _say(address, settings, how))
+
+
+def _say(address: tuple[Any, ...], settings: Settings, how: str) -> None:
+    host, port = address[:2]
+    host = f"[{host}]" if ":" in host else host
+    click.echo(f"serving {settings.model} at http://{host}:{port} ({how})", err=True)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -52,6 +52,7 @@ def create_app(service: Service, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None)
     server = _Server(service, settings)
+    app.state.metrics = server.metrics
     app.add_middleware(Guard, largest=settings.max_body, api_key=settings.api_key, timeout=settings.timeout)
     add_handlers(app)
     page = page_response()

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.registry import Collector
 
 from outrider.runtime.stats import DecodeStats
 
@@ -79,8 +88,31 @@ class Metrics:
             if stats.num_output_tokens > 1:
                 self._each.observe((seconds - first) / (stats.num_output_tokens - 1))
 
+    def families(self) -> list[Metric]:
+        return list(self._registry.collect())
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def _metric(self, kind: Any, name: str, text: str, **options: Any) -> Any:
         return kind(f"vllm:{name}", text, ["model_name"], registry=self._registry, **options).labels(self._model)
+
+
+class _Collected(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def of_replicas(replicas: Mapping[str, Sequence[Metric]]) -> bytes:
+    """The text of many replicas' families by name of replica, which the label ``replica`` tells."""
+    merged: dict[str, Metric] = {}
+    for replica, families in replicas.items():
+        for family in families:
+            into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            into.samples += [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
+    registry = CollectorRegistry()
+    registry.register(_Collected(merged.values()))
+    return generate_latest(registry)
