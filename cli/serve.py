@@ -123,8 +123,8 @@ def _serve_replicas(
     address = listening.getsockname()
     listening.close()  # Ray listens there itself
     count = least if least == most else f"{least} to {most}"
-    how = f"{count} replicas, {replica.max_batch} at once in each"
-    run(replica, *address[:2], lambda: _say(address, settings, how))
+    how = f"replicas: {count}, {replica.max_batch} at once in each"
+    run(replica, address[0], address[1], lambda: _say(address, settings, how))
 
 
 def _say(address: tuple[Any, ...], settings: Settings, how: str) -> None:
