@@ -48,6 +48,11 @@ def smallest_shape(table: Sequence[PlanShape], rows: int, logit_rows: int) -> Pl
     return next((shape for shape in table if shape.rows >= rows and shape.logit_rows >= logit_rows), None)
 
 
+def served_tiers(tiers: Sequence[int], table: Sequence[PlanShape]) -> tuple[int, ...]:
+    """The values of K that an engine was made for: all, or those in its table."""
+    return tuple(k for k in tiers if not table or PlanShape(k + 1, k + 1) in table)
+
+
 def noise_slots(tiers: Sequence[int]) -> int:
     """Positions whose noise a device holds: those of a round, and those of the next while it runs."""
     return 2 * (max(tiers) + 2)

@@ -109,12 +109,13 @@ def open_packed(
             f"{bundle.folder} has no graph of its {role} for several requests at once; use --max-batch 1, or export it "
             "with --lowering fused in fp32, int8 or int4"
         )
-    reference = None
-    if info.device != cpu_device(threads) and role == "target":  # a draft's bits decide no text
+    reference, min_rows = None, info.min_rows
+    if info.device != cpu_device(threads) and role == "target":  # with exact acceptance a draft's bits decide no text
         # The export's probe holds for the machine that it ran on. One session at a time, for the memory of both.
         engine = OrtEngine(bundle.path(info.graph), info, threads=threads)
-        reference = packed_reference(engine, info.min_rows)
+        min_rows = known_rows(info, engine, bundle.manifest.tiers).min_rows
+        reference = packed_reference(engine, min_rows)
         del engine
-    shape = {"sequences": sequences, "min_rows": info.min_rows, "most_rows": most_rows}
+    shape = {"sequences": sequences, "min_rows": min_rows, "most_rows": most_rows}
     packed = PackedEngine(bundle.path(info.packed_graph), info, **shape, threads=threads)
     return packed, info.packed_exactness if reference is None else probe_packed(packed, reference)

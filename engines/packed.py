@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.bundle import ModelInfo
-from outrider.engines.engine import SHORT_CONTEXT, SUMMED_AT_ONCE
+from outrider.engines.engine import SHORT_CONTEXT, SUMMED_AT_ONCE, PlanShape
 from outrider.engines.errors import OutriderError
 from outrider.engines.memory import HostBuffer, HostMemory
 from outrider.engines.ort import OrtSession
@@ -44,11 +44,13 @@ class Segment(NamedTuple):
 class SequencesEngine(Protocol):
     """An engine with the caches of ``sequences`` sequences, asked for rows of some of them at once.
 
-    ``token_bytes`` is what a token of a sequence takes in the caches, 0 where they cannot be copied.
+    ``token_bytes`` is what a token of a sequence takes in the caches, 0 where they cannot be copied; ``table`` as of
+    ``engine.Engine``.
     """
 
     info: ModelInfo
     device: str
+    table: Sequence[PlanShape]
     sequences: int
     min_rows: int
     most_rows: int
@@ -99,6 +101,7 @@ class PackedEngine:
         self, graph: Path, info: ModelInfo, *, sequences: int, min_rows: int, most_rows: int, threads: int | None = None
     ) -> None:
         self.info = info
+        self.table: Sequence[PlanShape] = ()
         self.sequences = sequences
         self.min_rows = min_rows
         self.most_rows = most_rows

@@ -21,6 +21,7 @@ _POSITIONS = 12
 # Lengths of texts whose last positions lie where kernels cut their work in other ways: around a power of two, and 64
 # positions into the second piece of attention that is cut by 1 MiB of cache.
 _CROSSING = (38, 70, 134, 198)
+_CHUNK = 64  # rows of a prompt beside those of others
 
 
 @dataclass(frozen=True)
@@ -112,25 +113,44 @@ def probe_packed(packed: PackedEngine, reference: Reference, seed: int = 0) -> s
 def _packed_logits(
     packed: PackedEngine, texts: Sequence[NDArray[np.int64]], rng: np.random.Generator
 ) -> list[NDArray[np.float32]]:
-    """Logits of the last positions of each text, from passes in which each has some rows or none."""
-    widest = packed.most_rows // packed.sequences
-    places = [len(text) - _POSITIONS for text in texts]
-    for sequence, (text, place) in enumerate(zip(texts, places, strict=True)):
-        for start in range(0, place, packed.most_rows):
-            end = min(place, start + packed.most_rows)
-            packed.run([Segment(sequence, start, text[start:end].tolist(), 1)])
+    """Logits of the last positions of each text, from passes of every kind that a batch has.
+
+    Chunks as long as a pass; a row of each; a row of one alone; a chunk of one beside a row of each other; any rows.
+    """
+    places = [0] * len(texts)
     found: list[list[NDArray[np.float32]]] = [[] for _ in texts]
-    while any(place < len(text) for place, text in zip(places, texts, strict=True)):
+
+    def run(rows: Sequence[int]) -> None:
         segments = []
-        for sequence, text in enumerate(texts):
-            rows = min(int(rng.integers(0, widest + 1)), len(text) - places[sequence])
-            if rows:
-                part = text[places[sequence] : places[sequence] + rows].tolist()
-                segments.append(Segment(sequence, places[sequence], part, rows))
-                places[sequence] += rows
-        if segments:
-            for segment, logits in zip(segments, packed.run(segments), strict=True):
+        for sequence, (text, asked) in enumerate(zip(texts, rows, strict=True)):
+            count = min(asked, len(text) - places[sequence])
+            if count:
+                start, end = places[sequence], places[sequence] + count
+                wanted = min(count, max(1, end - (len(text) - _POSITIONS)))
+                segments.append(Segment(sequence, start, text[start:end].tolist(), wanted))
+                places[sequence] = end
+        for segment, logits in zip(segments, packed.run(segments) if segments else (), strict=True):
+            if places[segment.sequence] > len(texts[segment.sequence]) - _POSITIONS:
                 found[segment.sequence].append(logits.copy())
+
+    def only(sequence: int, rows: int, others: int = 0) -> list[int]:
+        return [rows if number == sequence else others for number in range(len(texts))]
+
+    last = len(texts) - 1
+    for sequence, text in enumerate(texts):
+        end = len(text) - _POSITIONS - (_CHUNK if sequence == last else 0)
+        while places[sequence] < end:
+            run(only(sequence, min(packed.most_rows, end - places[sequence])))
+    chunk = min(_CHUNK, packed.most_rows - last)
+    run(only(last, min(chunk, len(texts[last]) - _POSITIONS - places[last]), others=1))
+    while places[last] < len(texts[last]) - _POSITIONS:
+        run(only(last, min(packed.most_rows, len(texts[last]) - _POSITIONS - places[last])))
+    run([1] * len(texts))
+    for sequence in range(len(texts)):
+        run(only(sequence, 1))
+    widest = packed.most_rows // packed.sequences
+    while any(place < len(text) for place, text in zip(places, texts, strict=True)):
+        run([int(rng.integers(0, widest + 1)) for _ in texts])
     return [np.concatenate(parts) for parts in found]
 
 

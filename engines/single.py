@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engines.engine import PREFILL_CHUNK, Engine
+from outrider.engines.engine import PREFILL_CHUNK, Engine, PlanShape
 from outrider.engines.packed import SavedCache, Segment
 
 
@@ -22,6 +22,7 @@ class SingleEngine:
         self.info = engine.info
         self.device = engine.device
         self.min_rows = min_rows
+        self.table: Sequence[PlanShape] = engine.table
         self._engine = engine
         self._length = np.zeros(1, np.int32)
 

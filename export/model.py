@@ -162,7 +162,7 @@ class ModelExport:
         return info
 
     def _probe_packed(self, work: Path, info: ModelInfo, threads: int | None, reference: Reference) -> str:
-        rows = _PROBED_SEQUENCES * (max(self.tiers) + 1)
+        rows = _PROBED_SEQUENCES * (max(self.tiers) + 1) + PREFILL_CHUNK // 4
         packed = PackedEngine(
             work / info.packed_graph,
             info,

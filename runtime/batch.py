@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from outrider.engines.bundle import Bundle
+from outrider.engines.engine import PREFILL_CHUNK, served_tiers
 from outrider.engines.errors import OutriderError
 from outrider.engines.open import Opener, open_packed, open_single
-from outrider.engines.packed import SequencesEngine
+from outrider.engines.packed import Segment, SequencesEngine
 from outrider.runtime.accept import ExactRule
 from outrider.runtime.batch_costs import BatchCosts, measure_costs
 from outrider.runtime.controller import DEFAULT_PRIORS, Controller
 from outrider.runtime.decode import Request, decode
-from outrider.runtime.drafters.roster import Roster
+from outrider.runtime.drafters.roster import WITH_MODEL, Roster
 from outrider.runtime.generation import GenerationResult, Speculation, StreamedToken, cancel, result_of, streamed
 from outrider.runtime.intake import Intake
 from outrider.runtime.lane import Lane, LaneModel
@@ -25,6 +27,7 @@ from outrider.runtime.prefixes import PrefixStore, common
 from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.scheduler import DRAFT, TARGET, FreeLane, Waiting, choose_lane, next_turn
 from outrider.runtime.text import Message
+from outrider.runtime.tuning import tuned_priors
 
 PREFIX_BYTES = 256 << 20
 PREFILL_ROWS = 64  # of a prompt that are fed beside a round of the others
@@ -39,7 +42,7 @@ class Job:
     request: Request
     speculation: Speculation
     done: bool = False
-    failure: Exception | None = None
+    failure: BaseException | None = None
     lane: Lane | None = None
     streamed: int = 0
     cancelled: bool = False
@@ -72,7 +75,7 @@ class Batch:
     ) -> None:
         self.bundle = bundle
         self.manifest = bundle.manifest
-        self.tiers = bundle.manifest.tiers
+        self.tiers = served_tiers(bundle.manifest.tiers, target.table)
         self.exactness = exactness
         self.intake = Intake(bundle, self.tiers, target.device)
         self.codec = self.intake.codec
@@ -80,10 +83,11 @@ class Batch:
         self.prefixes = PrefixStore(self.engines, prefix_bytes)
         self.lanes = [self._lane(number) for number in range(target.sequences)]
         self.costs: BatchCosts = measure_costs(target, draft, max(self.tiers))
-        self._controllers = [Controller(self.costs, DEFAULT_PRIORS, clocked=False, horizon=1) for _ in self.lanes]
+        priors = tuned_priors(bundle) or DEFAULT_PRIORS
+        self._controllers = [Controller(self.costs, priors, clocked=False) for _ in self.lanes]
         for controller in self._controllers:
-            for source, acceptance in controller.acceptance.items():
-                acceptance.shares = self._controllers[0].acceptance[source].shares
+            controller.share_shares(self._controllers[0])
+        self._learned = self._controllers[0]  # of the request that ended last
         self._jobs: dict[int, Job] = {}  # by lane
         self._used = [0] * len(self.lanes)  # when a lane was last used, and last fed
         self._fed = [0] * len(self.lanes)
@@ -116,7 +120,8 @@ class Batch:
             single, exactness = open_single(opener, "target", provider, tiers)
             drafting = open_single(opener, "draft", provider, tiers)[0] if bundle.manifest.draft else None
             return cls(bundle, single, drafting, exactness, prefix_bytes)
-        rows = lanes * (max(bundle.manifest.tiers) + 1) + PREFILL_ROWS
+        tiers = bundle.manifest.tiers
+        rows = lanes * (max(tiers) + 1) + max(PREFILL_ROWS, max(tiers) + 1)
         target, exactness = open_packed(bundle, "target", sequences=lanes, most_rows=rows, threads=threads)
         draft = None
         if bundle.manifest.draft:
@@ -172,16 +177,13 @@ class Batch:
         """Cancel, admit, and run one round; the jobs that have something new."""
         return list(dict.fromkeys([*self._drop_cancelled(), *self._admit(), *self._round()]))
 
-    def abandon(self, error: Exception) -> list[Job]:
-        """End all jobs with an error; they are returned."""
-        jobs = self.jobs
-        for job in jobs:
+    def abandon(self) -> None:
+        """Free all lanes; jobs that are not done stay so."""
+        for job in self.jobs:
             if job.lane is not None:
                 job.lane.stop()
                 self._release(job.lane)
-            job.failure, job.done = error, True
         self.queue.clear()
-        return jobs
 
     def result(self, job: Job) -> GenerationResult:
         """Of a job that is done.
@@ -194,10 +196,13 @@ class Batch:
         return result_of(job.request, job.speculation, self.exactness, self.costs.origin)
 
     def _lane(self, number: int) -> Lane:
-        models = {role: LaneModel(engine, role, number, PREFILL_ROWS) for role, engine in self.engines.items()}
+        alone = self.engines[TARGET].sequences == 1  # nobody waits for long passes then
+        chunk = PREFILL_CHUNK if alone else max(PREFILL_ROWS, max(self.tiers) + 1)
+        chunk = min(chunk, self.engines[TARGET].most_rows)
+        models = {role: LaneModel(engine, role, number, chunk) for role, engine in self.engines.items()}
         draft = models.get(DRAFT)
         drafter = self.intake.model_drafter(draft) if draft is not None else None
-        return Lane(number, models[TARGET], draft, Roster(drafter, self.intake.next_tokens()))
+        return Lane(number, models[TARGET], draft, Roster(drafter, self.intake.next_tokens))
 
     def _drop_cancelled(self) -> list[Job]:
         dropped = [job for job in (*self.queue, *self._jobs.values()) if job.cancelled]
@@ -213,14 +218,19 @@ class Batch:
 
     def _admit(self) -> list[Job]:
         """Give lanes to those who have waited longest; jobs with nothing to generate are done at once."""
-        done = []
-        while self.queue and self.running < len(self.lanes):
-            job = self.queue.popleft()
+        done = [self._finish(lane) for lane in self.lanes if lane.number in self._jobs and lane.pending is None]
+        for job in list(self.queue):
+            prompt = job.request.history.tokens
             if job.request.output.finish_reason is not None:
+                self.queue.remove(job)
                 job.done = True
                 done.append(job)
                 continue
-            prompt = job.request.history.tokens
+            if self.running == len(self.lanes):
+                break
+            if self._being_read(prompt):
+                continue
+            self.queue.remove(job)
             free = [lane for lane in self.lanes if lane.number not in self._jobs]
             offers = [
                 FreeLane(lane.number, common(lane.target.tokens, prompt), lane.target.length, self._used[lane.number])
@@ -235,29 +245,40 @@ class Batch:
                 done.append(self._finish(lane))
         return done
 
+    def _being_read(self, prompt: Sequence[int]) -> bool:
+        """Whether a lane is just reading a good part of a prompt that no cache has yet: then it is waited for."""
+        reading = [job.request.history.tokens for job in self._jobs.values() if not job.request.output.tokens]
+        if not reading:
+            return False
+        soon = max(common(tokens, prompt) for tokens in reading)
+        return soon - max(common(lane.target.tokens, prompt) for lane in self.lanes) > PREFILL_ROWS
+
     def _keep_prefix(self, lane: Lane, prompt: Sequence[int]) -> None:
         """Have the lane's caches hold what any cache holds of the prompt; what it held else goes to the store."""
         shared = [role for role in lane.models if role == TARGET or not self.manifest.translated]  # of the same ids
         models = {role: lane.models[role] for role in shared}
-        kept = self.prefixes.find(prompt[:-1])  # before others take its room
+        known = prompt[:-1]  # its last token is to be appended
+        kept = self.prefixes.find(known)  # before others take its room
         if common(lane.target.tokens, prompt) < lane.target.length:
             self.prefixes.save(lane.number, {role: model.tokens for role, model in models.items()})
         for role, model in models.items():
             model.keep(prompt)
-            others = [common(other.models[role].tokens, prompt[:-1]) for other in self.lanes]
+            others = [common(other.models[role].tokens, known) for other in self.lanes]
             best = max(range(len(others)), key=others.__getitem__)
             if others[best] > model.length:
                 self.engines[role].copy(best, lane.number, model.length, others[best])
             end = max(model.length, others[best])
             if kept is not None:
-                end = self.prefixes.restore(kept, lane.number, role, end, prompt[:-1])
+                end = self.prefixes.restore(kept, lane.number, role, end, known)
             model.tokens += prompt[model.length : end]
 
     def _decoding(self, job: Job, lane: Lane) -> Callable[[], None]:
         request, (name, k) = job.request, (job.speculation.drafter, job.speculation.k)
         if k is None:
             free = isinstance(request.rule, ExactRule)
-            drafter = lane.roster.adaptive(name, self._controllers[lane.number], request.stats, free=free)
+            controller = self._controllers[lane.number]
+            controller.go_on_from(self._learned)
+            drafter = lane.roster.adaptive(name, controller, request.stats, free=free)
             k = max(self.tiers)
         else:
             drafter = lane.roster.drafter(name)
@@ -271,7 +292,6 @@ class Batch:
     def _round(self) -> list[Job]:
         fed: set[str] = set()
         touched: list[Job] = []
-        self.costs.begin(max(1, self.running))
         while turn := next_turn(self._waiting(), fed):
             touched += self._run(turn.role, [self.lanes[number] for number in turn.lanes])
             if turn.feeds:
@@ -303,6 +323,9 @@ class Batch:
         else:
             count = sum(len(segment.tokens) for segment in segments)
             self.costs.ran(role, len(lanes), count, perf_counter() - start)
+            if role == TARGET:
+                self._read_along(lanes, segments)
+                self.costs.begin(self.running)  # the lanes choose their next rounds now
             for lane, own in zip(lanes, rows, strict=True):
                 lane.resume(own)
         for lane in lanes:
@@ -310,8 +333,26 @@ class Batch:
                 self._finish(lane)
         return jobs
 
+    def _read_along(self, lanes: Sequence[Lane], segments: Sequence[Segment]) -> None:
+        """Have draft models read the prompts that the target reads, so that they can draft with the first round."""
+        reading = []
+        for lane, segment in zip(lanes, segments, strict=True):
+            job = self._jobs[lane.number]
+            drafting = job.speculation.drafter in WITH_MODEL and not self.manifest.translated
+            draft = lane.draft if drafting and not job.request.output.tokens else None
+            if draft and draft.length == segment.length and draft.length + len(segment.tokens) <= draft.max_length:
+                reading.append((draft, segment._replace(wanted=1)))
+        if not reading:
+            return
+        with suppress(OutriderError):  # it is asked again where it is to draft
+            self.engines[DRAFT].run([segment for _, segment in reading])
+            for draft, segment in reading:
+                draft.tokens += segment.tokens
+
     def _finish(self, lane: Lane) -> Job:
         job = self._jobs[lane.number]
+        if job.speculation.k is None:
+            self._learned = self._controllers[lane.number]
         job.failure = lane.failure
         job.done = True
         self._release(lane)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from outrider.engines.engine import PREFILL_CHUNK
 from outrider.engines.packed import Segment, SequencesEngine
 from outrider.runtime.costs import interpolate
 from outrider.runtime.scheduler import DRAFT, TARGET
@@ -96,9 +97,9 @@ class BatchCosts:
 
 def measure_costs(target: SequencesEngine, draft: SequencesEngine | None, largest_k: int) -> BatchCosts:
     """A second or two of passes. What the caches held is overwritten."""
-    wide = [rows for rows in (16, 32, 64) if rows <= target.most_rows]
-    target_rows = [*range(1, largest_k + 2), *(rows for rows in wide if rows > largest_k + 1)]
-    length = min(_LENGTH, target.info.capacity - target.most_rows)
+    wide = [rows for rows in (16, 32, 64) if target.sequences > 1 and largest_k + 1 < rows <= target.most_rows]
+    target_rows = [*range(1, largest_k + 2), *wide]
+    length = min(_LENGTH, target.info.capacity - PREFILL_CHUNK)
     lanes = min(target.sequences, largest_k + 1)
     alone = [[Segment(0, length, [1] * rows, rows)] for rows in target_rows]
     each = [Segment(lane, length, [1], 1) for lane in range(lanes)]
@@ -107,7 +108,7 @@ def measure_costs(target: SequencesEngine, draft: SequencesEngine | None, larges
     costs = BatchCosts(largest_k, target_rows, seconds, lane)
     if draft is None:
         return costs
-    draft_rows = [1, 2, 4, 8, *wide]
+    draft_rows = [1, 2, 4, 8, 64]
     passes = [[Segment(0, length, [1] * rows, 1)] for rows in draft_rows]
     cold = _time(draft, length, passes, lambda: target.run(alone[0]))
     return replace(costs, draft_rows=draft_rows, draft=cold, draft_step=_time(draft, length, passes))

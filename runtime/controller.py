@@ -173,6 +173,17 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probing
         self._step_ratio = 1.0  # of the model's steps, measured to tabled
 
+    def share_shares(self, other: Controller) -> None:
+        """Have one count of how many tokens are of which class: it is the model's, not the text's."""
+        for source, acceptance in self.acceptance.items():
+            acceptance.shares = other.acceptance[source].shares
+
+    def go_on_from(self, other: Controller) -> None:
+        """What another has learned from the request that ended last."""
+        for source, acceptance in self.acceptance.items():
+            known = other.acceptance[source]
+            acceptance.accepted, acceptance.expected = known.accepted, known.expected
+
     def begin(self) -> None:
         for acceptance in self.acceptance.values():
             acceptance.carry()
@@ -287,7 +298,8 @@ class Controller:
         ratio, costs = self._step_ratio, self.costs
         first, caught_up = (ratio * costs.first_step(rows, length) for rows in (lacking, min(lacking, 2)))
         step = ratio * costs.step(length)
-        rounds = self.horizon if room == self.costs.largest_k else room  # the request ends within the room
+        ends = room < self.costs.largest_k  # within the room
+        rounds = min(self.horizon, room) if ends else self.horizon
         return Drafting(first, step, max(0.0, first - caught_up) * (1 - 1 / max(1, rounds)))
 
     def _may_probe(self, seconds: float) -> bool:

@@ -8,7 +8,7 @@ from threading import RLock
 from typing import Any, cast
 
 from outrider.engines.bundle import Bundle
-from outrider.engines.engine import Engine, PlanShape
+from outrider.engines.engine import Engine, served_tiers
 from outrider.engines.errors import OutriderError
 from outrider.engines.open import Opener
 from outrider.engines.plan import BoundEngine
@@ -45,8 +45,7 @@ class Pipeline:
         self.manifest = bundle.manifest
         self.target_engine = target
         self.draft_engine = draft
-        table = target.table
-        self.tiers = tuple(k for k in bundle.manifest.tiers if not table or PlanShape(k + 1, k + 1) in table)
+        self.tiers = served_tiers(bundle.manifest.tiers, target.table)
         self.intake = Intake(bundle, self.tiers, target.device)
         self.codec = self.intake.codec
         rows = known_rows(self.manifest.target, target, self.tiers)
@@ -55,7 +54,7 @@ class Pipeline:
         self.draft = CachedModel(draft, 1) if draft else None  # its bits decide no text
         self._rounds: dict[int, DeviceRound] = {}
         model = self.intake.model_drafter(self.draft) if self.draft else None
-        self.roster = Roster(model, self.intake.next_tokens())
+        self.roster = Roster(model, self.intake.next_tokens)
         self._tuning: Tuning | None = None
         self._controller: Controller | None = None
         self.lock = RLock()  # a round at a time, whatever thread it is for

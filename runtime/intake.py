@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import cached_property
 from threading import Lock
 from typing import cast
 
@@ -45,6 +46,7 @@ class Intake:
         self.codec = TextCodec(bundle)
         self.tiers = tiers
         self._device = device
+        self._draft_codec: TextCodec | None = None
         self._grammars: GrammarCompiler | None = None
         self._lock = Lock()
 
@@ -135,8 +137,11 @@ class Intake:
         """The bundle's draft model, over a cache of one sequence."""
         if not self.manifest.translated:
             return ModelDrafter(draft)
-        return TranslatedDrafter(draft, self.codec, TextCodec(self.bundle, draft.info.tokenizer))
+        if self._draft_codec is None:
+            self._draft_codec = TextCodec(self.bundle, draft.info.tokenizer)
+        return TranslatedDrafter(draft, self.codec, self._draft_codec)
 
+    @cached_property
     def next_tokens(self) -> NextTokens | None:
         """The bundle's table, if it has one."""
         if NEXT_TOKENS not in self.bundle.files:

@@ -14,6 +14,7 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 from numpy.typing import NDArray
 
+from outrider.engines.errors import OutriderError
 from outrider.engines.packed import Segment, SequencesEngine
 from outrider.runtime.choose import Row
 from outrider.runtime.drafters.roster import Roster
@@ -55,7 +56,7 @@ class Lane:
         self.draft = draft
         self.roster = roster
         self.pending: PassRequest | None = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._coroutine: Any = None
 
     @property
@@ -74,9 +75,10 @@ class Lane:
         """Go on with the rows of the pass, until the next one is wanted."""
         self._go_on(lambda: self._coroutine.switch(rows))
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: OutriderError) -> None:
         """Have the pass that is waited for fail."""
-        self._go_on(lambda: self._coroutine.throw(error))
+        mine = type(error)(*error.args)  # several lanes must not share one traceback
+        self._go_on(lambda: self._coroutine.throw(mine))
 
     def stop(self) -> None:
         """End the run; what the caches hold stays good."""
@@ -87,7 +89,10 @@ class Lane:
         self.pending = None
         try:
             found = switch()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.failure = error
+            raise
+        except BaseException as error:  # also a panic in a library that is no Exception
             self.failure = error
             found = None
         self.pending = found if isinstance(found, PassRequest) else None

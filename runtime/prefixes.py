@@ -79,12 +79,16 @@ class PrefixStore:
 
 def common(tokens: Sequence[int], others: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
-    count = 0
-    for mine, theirs in zip(tokens, others):  # noqa: B905  # one may be longer
-        if mine != theirs:
-            break
-        count += 1
-    return count
+    low, high = 0, min(len(tokens), len(others))
+    if tokens[:high] == others[:high]:
+        return high
+    while high - low > 1:  # the first low are alike, the first high are not
+        middle = (low + high) // 2
+        if tokens[low:middle] == others[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _covers(tokens: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]]) -> bool:

@@ -37,7 +37,7 @@ class Service:
     def __init__(self, batch: Batch, max_waiting: int) -> None:
         self.batch = batch
         self.max_waiting = max_waiting
-        self.failure: Exception | None = None  # what stopped the thread, if it was not ``close``
+        self.failure: BaseException | None = None  # what stopped the thread, if it was not ``close``
         self._listeners: dict[Job, Listener] = {}  # of all that are not done
         self._inbox: deque[Job] = deque()
         self._wake = threading.Condition()
@@ -61,16 +61,20 @@ class Service:
             QueueFullError: too many wait.
             OutriderError: as ``Pipeline.stream`` does; or the service is closed.
         """
+        self._check_room()  # before the work that a request is
         job = self.batch.new_job(prompt, options, k=k, drafter=drafter, acceptance=acceptance)
         with self._wake:
-            if self.stopped:
-                raise StoppedError(f"the service has stopped: {self.failure or 'it is shutting down'}")
-            if len(self._listeners) >= self.capacity:
-                raise QueueFullError(f"{self.waiting} requests are waiting; try again later")
+            self._check_room()
             self._listeners[job] = listener
             self._inbox.append(job)
             self._wake.notify()
         return job
+
+    def _check_room(self) -> None:
+        if self.stopped:
+            raise StoppedError(f"the service has stopped: {self.failure or 'it is shutting down'}")
+        if len(self._listeners) >= self.capacity:
+            raise QueueFullError(f"{self.waiting} requests are waiting; try again later")
 
     def cancel(self, job: Job) -> None:
         """End a job behind what it has streamed; its listener hears that it is done."""
@@ -109,7 +113,7 @@ class Service:
             while self._take():
                 for job in self.batch.step():
                     self._tell(job)
-        except Exception as error:  # a fault of ours: say so to all, rather than leave them waiting
+        except BaseException as error:  # a fault of ours: say so to all, rather than leave them waiting
             _LOG.exception("the batch stopped")
             self.failure = error
         with self._wake:
@@ -117,7 +121,7 @@ class Service:
             self.batch.queue += self._inbox
             self._inbox.clear()
         why = StoppedError(f"the service has stopped: {self.failure or 'it was shut down'}")
-        self.batch.abandon(why)
+        self.batch.abandon()
         for job in list(self._listeners):  # also what the step that failed had taken up, or brought to its end
             if not job.done:
                 job.failure, job.done = why, True

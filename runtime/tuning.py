@@ -301,6 +301,17 @@ def read_tuning(pipeline: Pipeline) -> Tuning | str:
     return tuning
 
 
+def tuned_priors(bundle: Bundle) -> Priors | None:
+    """How often the bundle's drafts stand, by its last tuning on whatever device; None where there is none to use."""
+    paths = sorted((bundle.folder / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if (record["format"], record["version"], record["bundle"]) == (FORMAT, VERSION, _bundle_key(bundle)):
+                return _read_priors(record["priors"])
+    return None
+
+
 def _read_priors(record: Any) -> Priors:
     priors = {source: [(float(stood), float(judged)) for stood, judged in record[source]] for source in EDGES}
     for source, classes in priors.items():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+
+_SWITCH_SECONDS = 2e-4
 
 
 class _Server(uvicorn.Server):
@@ -23,6 +26,8 @@ def run(app: FastAPI, listening: socket.socket, patience: int) -> bool:
     Args:
         patience: seconds that the last requests have.
     """
+    # The batch's thread gives the interpreter away in each pass and waits so long to get it back.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=patience
     )

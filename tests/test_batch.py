@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 from refusals import refused
 
+from outrider.engines.bundle import Bundle
 from outrider.engines.errors import OutriderError
 from outrider.engines.packed import Segment
 from outrider.export import ExportOptions, export_bundle
 from outrider.runtime import GenerationResult, Pipeline, SamplingOptions
 from outrider.runtime.batch import PREFILL_ROWS, Batch, Job
+from outrider.runtime.tuning import tune, tuned_priors, write_tuning
 
 LANES = 3
 SCHEDULES = 2000
@@ -249,6 +252,94 @@ def test_what_is_refused_is_refused_before_it_waits(batch: Batch) -> None:
     ):
         assert words in refused(call)
     assert not batch.busy
+
+
+def test_a_burst_with_one_beginning_reads_it_once(batch: Batch, tiny_pipeline: Pipeline) -> None:
+    """As ``n`` answers to one prompt, or many questions behind one system prompt; others go by meanwhile."""
+    rng = random.Random(21)
+    prompt = [rng.randrange(320) for _ in range(90)]
+    options = SamplingOptions(max_new_tokens=4, ignore_eos=True)
+    jobs = [batch.submit(prompt, options) for _ in range(LANES)]
+    other = batch.submit([4, 5], options)
+    run(batch, [*jobs, other])
+    cached = [job.request.stats.num_cached_tokens for job in jobs]
+    assert cached[0] == 0 and min(cached[1:]) >= PREFILL_ROWS
+    expected = tiny_pipeline.generate(prompt, options, k=0)
+    for job in jobs:
+        assert_as_alone(batch, job, expected)
+
+
+def test_the_draft_reads_along(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a long prompt the first round drafts, and no round goes by without a token."""
+    rng = random.Random(22)
+    job = batch.submit(
+        [rng.randrange(320) for _ in range(80)],
+        SamplingOptions(max_new_tokens=9, ignore_eos=True),
+        k=2,
+        drafter="model",
+    )
+    while not job.request.output.tokens:
+        batch.step()
+    while not job.done:
+        before = len(job.request.output.tokens)
+        batch.step()
+        assert len(job.request.output.tokens) > before
+    assert job.request.stats.num_drafts > 0
+
+
+class Panic(BaseException):
+    """As libraries in other languages raise it."""
+
+
+def test_what_is_no_exception_ends_one_request_only(batch: Batch, tiny_pipeline: Pipeline) -> None:
+    def panic(tokens: Any, logits: Any) -> Any:
+        raise Panic("lost my head")
+
+    options = SamplingOptions(max_new_tokens=5, ignore_eos=True)
+    bad = batch.submit([1, 2, 3], options.replace({"processors": [panic]}), k=0)
+    good = batch.submit([1, 2, 3], options, k=0)
+    run(batch, [bad, good])
+    with pytest.raises(Panic):
+        batch.result(bad)
+    assert_as_alone(batch, good, tiny_pipeline.generate([1, 2, 3], options, k=0))
+
+
+def test_an_interrupt_leaves_no_lane_behind(batch: Batch) -> None:
+    def interrupt(tokens: Any, logits: Any) -> Any:
+        raise KeyboardInterrupt
+
+    job = batch.submit([1, 2], SamplingOptions(processors=[interrupt]), k=0)
+    with pytest.raises(KeyboardInterrupt):
+        run(batch, [job])
+    run(batch, [job])
+    assert batch.running == 0
+
+
+@pytest.mark.parametrize(("tiers", "lanes"), [((100,), 2), ((8,), 40)])
+def test_large_k_and_many_lanes(workdir: Path, tiny: Path, tiers: tuple[int, ...], lanes: int) -> None:
+    out = workdir / f"batch-k{tiers[0]}"
+    export_bundle(str(tiny), None, out, ExportOptions("int4", tiers=tiers, max_length=160), threads=2)
+    alone, batch = Pipeline.load(out, threads=2), Batch.load(out, lanes=lanes, threads=2)
+    options = SamplingOptions(max_new_tokens=110, ignore_eos=True)
+    prompts = [[7, 8, 9] * 4, [1, 2] * 9]
+    jobs = [batch.submit(prompt, options, k=tiers[0], drafter="ngram") for prompt in prompts]
+    run(batch, jobs)
+    for job, prompt in zip(jobs, prompts, strict=True):
+        assert_as_alone(batch, job, alone.generate(prompt, options, k=0))
+
+
+def test_figures_of_a_tuning_are_used(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, folder)
+    bundle = Bundle(folder)
+    assert tuned_priors(bundle) is None
+    pipeline = Pipeline.load(folder, threads=2)
+    tuning = tune(pipeline, short=True)
+    priors = {source: [(1.0, 7.0)] * len(classes) for source, classes in tuning.priors.items()}
+    write_tuning(pipeline, replace(tuning, priors=priors))
+    assert tuned_priors(bundle) == priors
+    (folder / "tuning" / "broken.json").write_text("{")
+    assert tuned_priors(bundle) == priors
 
 
 def test_one_at_a_time_where_rows_are_not_packed(workdir: Path, tiny: Path, tiny_draft: Path) -> None:
