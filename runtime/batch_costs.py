@@ -23,7 +23,7 @@ _RATIO = 8.0  # of seconds to those expected that is still believed
 class BatchCosts:
     """Seconds of passes by their rows, whoever's these are.
 
-    A row more of one sequence makes all wait. So a round of one costs it what the pass takes without its drafts, and
+    A row more of one sequence makes all wait. So a round of one costs it what the pass takes without any drafts, and
     for each draft what all lanes together lose: with that, the best round for each is the best for the batch.
 
     Args:
@@ -55,9 +55,14 @@ class BatchCosts:
     def begin(self, lanes: int) -> None:
         """A round of so many lanes: reckoned once for all of them."""
         self.lanes = lanes
-        others = self.rows * (lanes - 1) / lanes
-        passes = [self._pass(TARGET, lanes, others + k + 1) for k in range(self.largest_k + 1)]
-        self._rounds = [self.round_host + passes[0] + lanes * (seconds - passes[0]) for seconds in passes]
+        plain = self._pass(TARGET, lanes, lanes)
+        others = max(lanes, self.rows) * (lanes - 1) / lanes
+        self._rounds = [self.round_host + plain]
+        for k in range(1, self.largest_k + 1):
+            # Passes grow in steps: each draft pays what all drafts of the pass cost on average, not what one more adds.
+            rows = others + 1 + k
+            row = (self._pass(TARGET, lanes, rows) - plain) / (rows - lanes)
+            self._rounds.append(self._rounds[0] + lanes * k * row)
 
     def ran(self, role: str, lanes: int, rows: int, seconds: float) -> None:
         """A pass, and what it took: a measurement at the start was of another hour."""
@@ -97,7 +102,11 @@ class BatchCosts:
 
 def measure_costs(target: SequencesEngine, draft: SequencesEngine | None, largest_k: int) -> BatchCosts:
     """A second or two of passes. What the caches held is overwritten."""
-    wide = [rows for rows in (16, 32, 64) if target.sequences > 1 and largest_k + 1 < rows <= target.most_rows]
+    wide = [
+        rows
+        for rows in (10, 12, 16, 20, 24, 32, 64)
+        if target.sequences > 1 and largest_k + 1 < rows <= target.most_rows
+    ]
     target_rows = [*range(1, largest_k + 2), *wide]
     length = min(_LENGTH, target.info.capacity - PREFILL_CHUNK)
     lanes = min(target.sequences, largest_k + 1)

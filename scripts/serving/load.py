@@ -6,13 +6,11 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-
-_TIMEOUT = httpx.Timeout(600.0)
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,6 @@ class Timed:
     first: float
     rest: float
     tokens: int
-    ids: tuple[int, ...]
 
     @property
     def per_token(self) -> float:
@@ -57,32 +54,66 @@ def run_load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> Load:
 
 
 async def _run(url: str, bodies: list[dict[str, Any]], clients: int) -> Load:
-    answers: list[Timed] = []
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as client:
+    answers: list[_Answer] = []
 
-        async def work() -> None:
-            while bodies:
-                answers.append(await ask(client, bodies.pop(0)))
+    async def work() -> None:
+        while bodies:
+            answers.append(await _ask(url, bodies.pop(0)))
 
-        start = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(clients)))
-        return Load(time.perf_counter() - start, answers)
-
-
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Timed:
-    """Stream one chat request to its end."""
     start = time.perf_counter()
-    first, last, tokens = 0.0, start, 0
-    ids: list[int] = []
-    async for chunk in chunks(client, body | {"stream": True, "stream_options": {"include_usage": True}}):
-        for choice in chunk["choices"]:
-            if choice.get("delta", {}).get("content"):
-                last = time.perf_counter()
-                first = first or last - start
-            ids += [token["id"] for token in choice.get("tokens", ())]
-        if chunk.get("usage"):
-            tokens = chunk["usage"]["completion_tokens"]
-    return Timed(first, last - start - first, tokens, tuple(ids))
+    await asyncio.gather(*(work() for _ in range(clients)))
+    seconds = time.perf_counter() - start
+    return Load(seconds, [answer.timed() for answer in answers])
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Bytes as they came, each piece with its time: what they say is read when nobody is timed any more, since client
+    and server share the processors.
+    """
+
+    start: float
+    pieces: list[tuple[float, bytes]]
+
+    def timed(self) -> Timed:
+        first, last, tokens = 0.0, self.start, 0
+        for at, event in self._events():
+            if any(choice.get("delta", {}).get("content") for choice in event["choices"]):
+                first, last = first or at - self.start, at
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+        return Timed(first, last - self.start - first, tokens)
+
+    def _events(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Each event with the time of the piece that completed it. Chunks of HTTP and events come line by line."""
+        left = b""
+        for at, piece in self.pieces:
+            *lines, left = (left + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    yield at, json.loads(line.removeprefix(b"data: "))
+
+
+async def _ask(url: str, body: dict[str, Any]) -> _Answer:
+    """Stream one chat request to its end.
+
+    Raises:
+        RuntimeError: the server refuses.
+    """
+    host, _, port = url.removeprefix("http://").partition(":")
+    content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    start = time.perf_counter()
+    writer.write(head.encode() + content)
+    pieces = []
+    while piece := await reader.read(1 << 16):
+        pieces.append((time.perf_counter(), piece))
+    writer.close()
+    if b" 200 " not in pieces[0][1][:20]:
+        raise RuntimeError(b"".join(piece for _, piece in pieces).decode(errors="replace"))
+    return _Answer(start, pieces)
 
 
 async def chunks(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -72,4 +72,4 @@ def outrider_command(bundle: Path, threads: int, lanes: int, waiting: int = 256)
 def llama_command(binary: Path, model: Path, threads: int, lanes: int) -> list[str]:
     """All lanes share the context; 1,024 tokens each are more than the prompts need."""
     command = [str(binary), "-m", str(model), "--host", "127.0.0.1", "--port", "{port}"]
-    return [*command, "-t", str(threads), "-np", str(lanes), "-c", str(1024 * lanes)]
+    return [*command, "-t", str(threads), "-np", str(lanes), "-c", str(1024 * lanes), "--poll", "0"]
