@@ -81,7 +81,7 @@ def load(
         for count in counts:
             arms = list(ARMS) if repeat % 2 == 0 else list(ARMS)[::-1]
             for arm in arms:
-                asked = bodies(prompts, max(requests, 2 * count), max_new_tokens, repeat * requests, ARMS[arm])
+                asked = bodies(prompts, max(requests, 4 * count), max_new_tokens, repeat * requests, ARMS[arm])
                 found[arm, count].append(run_load(server.url, asked, count))
     click.echo("clients  arm    tokens/s  over 1 client  over plain  first token  per token  p99 / median")
     for count in counts:
@@ -91,7 +91,7 @@ def load(
             plain = [run.tokens_per_second for run in found["plain", count]]
             alone = [run.tokens_per_second for run in found["plain", counts[0]]]
             answers = [answer for run in runs for answer in run.answers]
-            whole = Load(1.0, answers)
+            whole = Load(0.0, 1.0, answers)
             first = statistics.median(answer.first for answer in answers)
             spread = whole.per_token(0.99) / whole.per_token(0.5)
             click.echo(
@@ -111,7 +111,7 @@ def peer(server: Server, prompts: list[Prompt], counts: list[int], threads: int,
             for count in counts:
                 both = [(server, "auto"), (other, "llama.cpp")]
                 for one, name in both if repeat % 2 == 0 else both[::-1]:
-                    requests = max(options["requests"], 2 * count)
+                    requests = max(options["requests"], 4 * count)
                     asked = bodies(prompts, requests, options["max_new_tokens"], repeat * requests, {})
                     run = run_load(one.url, asked, count)
                     speeds.setdefault((name, count), []).append(run.tokens_per_second)

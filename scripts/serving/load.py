@@ -15,8 +15,11 @@ import httpx
 
 @dataclass(frozen=True)
 class Timed:
-    """One answer: seconds to the first token, and from it to the last; ``tokens`` by the server's count."""
+    """One answer: when it was asked for, seconds to the first token and from it to the last; ``tokens`` by the server's
+    count.
+    """
 
+    start: float
     first: float
     rest: float
     tokens: int
@@ -29,14 +32,23 @@ class Timed:
 
 @dataclass(frozen=True)
 class Load:
-    """All answers of a run."""
+    """All answers of a run. All clients were at work from ``start`` to ``end``."""
 
-    seconds: float
+    start: float
+    end: float
     answers: Sequence[Timed]
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(answer.tokens for answer in self.answers) / self.seconds
+        """While all clients were at work: how the last ones end says nothing of many requests."""
+        return sum(map(self._within, self.answers)) / (self.end - self.start)
+
+    def _within(self, answer: Timed) -> float:
+        """Its tokens until the end, come evenly from the first on."""
+        seconds = self.end - answer.start - answer.first
+        if seconds <= 0:
+            return 0.0
+        return 1 + (answer.tokens - 1) * min(1.0, seconds / answer.rest) if answer.rest else float(answer.tokens)
 
     def per_token(self, share: float) -> float:
         """A quantile of ``Timed.per_token``."""
@@ -56,14 +68,16 @@ def run_load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> Load:
 async def _run(url: str, bodies: list[dict[str, Any]], clients: int) -> Load:
     answers: list[_Answer] = []
 
+    ends: list[float] = []  # when a client found nothing left to ask
+
     async def work() -> None:
         while bodies:
             answers.append(await _ask(url, bodies.pop(0)))
+        ends.append(time.perf_counter())
 
     start = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(clients)))
-    seconds = time.perf_counter() - start
-    return Load(seconds, [answer.timed() for answer in answers])
+    return Load(start, min(ends), [answer.timed() for answer in answers])
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,7 @@ class _Answer:
                 first, last = first or at - self.start, at
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
-        return Timed(first, last - self.start - first, tokens)
+        return Timed(self.start, first, last - self.start - first, tokens)
 
     def _events(self) -> Iterator[tuple[float, dict[str, Any]]]:
         """Each event with the time of the piece that completed it. Chunks of HTTP and events come line by line."""
