@@ -88,7 +88,10 @@ def serve(
     batch = Batch.load(bundle, lanes=max_batch, threads=threads, provider=provider, prefix_bytes=prefix_cache << 20)
     log_as_json()
     app = create_app(Service(batch, max_waiting), settings)
-    _say(listening.getsockname(), settings, f"{max_batch} at once, rows {batch.exactness}")
+    how = f"{max_batch} at once, rows {batch.exactness}"
+    if max_batch > 1 and batch.exactness != "bitwise":
+        how += ": a text may depend on the other requests; --max-batch 1 keeps to single runs"
+    _say(listening.getsockname(), settings, how)
     if not run(app, listening, timeout + 1):
         raise click.Abort
 
