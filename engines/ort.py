@@ -43,6 +43,7 @@ class OrtSession:
 
     Args:
         setup: by default the CPU's.
+        many_shapes: whether passes have ever other shapes, so that nothing is to be remembered of each.
 
     Raises:
         OutriderError: ONNX Runtime or the provider is not installed, or the graph does not load.
@@ -56,12 +57,14 @@ class OrtSession:
         provider: str = "cpu",
         threads: int | None = None,
         setup: ProviderSetup | None = None,
+        many_shapes: bool = False,
     ) -> None:
         self._graph = graph
         self.threads = threads or default_threads()
         check_available(provider)
         with huge_pages() if provider == "cpu" else nullcontext(), _whole_attention():
-            self.session = _open_session(setup or provider_setup(provider, info, graph, ()), self.threads)
+            setup = setup or provider_setup(provider, info, graph, ())
+            self.session = _open_session(setup, self.threads, many_shapes)
         self.input_names = frozenset(entry.name for entry in self.session.get_inputs())
         self.output_names = [entry.name for entry in self.session.get_outputs()]
         _check_shapes(graph, info, self.session)
@@ -224,7 +227,7 @@ def _whole_attention() -> Iterator[None]:
                 os.environ[_NO_PIECES] = before
 
 
-def _open_session(setup: ProviderSetup, threads: int) -> Any:
+def _open_session(setup: ProviderSetup, threads: int, many_shapes: bool) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -233,6 +236,7 @@ def _open_session(setup: ProviderSetup, threads: int) -> Any:
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 3
+    options.enable_mem_pattern = not many_shapes  # one is kept for good for each shape
     for name, value in setup.session_config.items():
         options.add_session_config_entry(name, value)
     for name, size in setup.free_dimensions.items():

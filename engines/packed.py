@@ -22,7 +22,7 @@ from outrider.engines.memory import HostBuffer, HostMemory
 from outrider.engines.ort import OrtSession
 from outrider.engines.plan import EngineState
 
-_SHAPES = 256  # of passes that stay bound
+_SHAPES = 128  # of passes that stay bound
 
 
 SavedCache = list[NDArray[Any]]
@@ -105,7 +105,7 @@ class PackedEngine:
         self.sequences = sequences
         self.min_rows = min_rows
         self.most_rows = most_rows
-        self._session = OrtSession(graph, info, threads=threads)
+        self._session = OrtSession(graph, info, threads=threads, many_shapes=True)
         self.device = self._session.device
         self._learned_positions = "positions" in self._session.input_names
         self.threads = self._session.threads
