@@ -92,7 +92,7 @@ class ModelExport:
 
     def _write_packed(self, plain: onnx.ModelProto, path: Path) -> None:
         """The graph for many sequences at once, where there is one, over the same weights."""
-        if can_pack(self._formats):
+        if self._packs:
             weights, capacity = SharedWeights(plain), cache_capacity(self.max_length)
             model = build_decoder(self.spec, self.checkpoint, weights, self._formats, capacity=capacity, packed=True)
             save_model(model, path)
@@ -214,6 +214,10 @@ class ModelExport:
             taken_over=origins.get("taken_over", {}),
             rounded_anew=origins.get("rounded_anew", {}),
         )
+
+    @property
+    def _packs(self) -> bool:
+        return can_pack(self._formats)
 
     @property
     def _routed(self) -> bool:

@@ -199,7 +199,7 @@ def _replay(engine: OrtEngine, text: NDArray[np.int64], length: int) -> None:
 def test_the_probe_runs_again_on_another_machine(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle proved elsewhere is proved again here, where kernels may differ."""
     import outrider.engines.ort as ort_engine
-    import outrider.runtime.generate as generate
+    import outrider.engines.probe as probe
 
     calls: list[Sequence[int]] = []
 
@@ -207,7 +207,7 @@ def test_the_probe_runs_again_on_another_machine(tiny_bundle: Path, monkeypatch:
         calls.append(tiers)
         return probe_rows(engine, tiers)
 
-    monkeypatch.setattr(generate, "probe_rows", counted)
+    monkeypatch.setattr(probe, "probe_rows", counted)
     assert Pipeline.load(tiny_bundle, threads=2).exactness == "bitwise"
     assert calls == []
     monkeypatch.setattr(ort_engine, "_device", lambda provider, threads: "another machine")

@@ -82,6 +82,10 @@ class TracedExport(ModelExport):
             return emit(self._rewritten, self.spec.architecture, weights, self.precision, progress)
 
     @property
+    def _packs(self) -> bool:
+        return False  # its attention is as it was traced
+
+    @property
     def _routed(self) -> bool:
         return False
 
