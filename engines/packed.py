@@ -108,7 +108,6 @@ class PackedEngine:
         self._session = OrtSession(graph, info, threads=threads, many_shapes=True)
         self.device = self._session.device
         self._learned_positions = "positions" in self._session.input_names
-        self.threads = self._session.threads
         memory = HostMemory()
         self.state = EngineState(info, sequences, memory)
         # A row alone takes another kernel in attention, and so do positions of wide heads in a short context.

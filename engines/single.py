@@ -12,7 +12,7 @@ from outrider.engines.packed import SavedCache, Segment
 
 
 class SingleEngine:
-    """See ``PackedEngine``. Its caches are not copied: ``token_bytes`` is 0, so that nothing is kept of them."""
+    """See ``SequencesEngine``. Its caches are not copied: ``token_bytes`` is 0, so that nothing is kept of them."""
 
     sequences = 1
     most_rows = PREFILL_CHUNK

@@ -194,7 +194,7 @@ class FusedLowering:
 
 
 class PackedLowering(FusedLowering):
-    """On top of the graph contract, with B = 1 for all that is packed and S sequences in the caches:
+    """The graph contract with B = 1 for all that is packed and S sequences in the caches; for lengths and spare rows:
 
     inputs  sequence_rows  int64 [S, M, 2]   (0, row of the pass) of each sequence's rows, up to M of them; a row that
                                              is there twice is a spare row

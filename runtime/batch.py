@@ -16,7 +16,7 @@ from outrider.engines.errors import OutriderError
 from outrider.engines.open import Opener, open_packed, open_single
 from outrider.engines.packed import Segment, SequencesEngine
 from outrider.runtime.accept import ExactRule
-from outrider.runtime.batch_costs import BatchCosts, measure_costs
+from outrider.runtime.batch_costs import measure_costs
 from outrider.runtime.controller import DEFAULT_PRIORS, Controller
 from outrider.runtime.decode import Request, decode
 from outrider.runtime.drafters.roster import WITH_MODEL, Roster
@@ -35,8 +35,8 @@ PREFILL_ROWS = 64  # of a prompt that are fed beside a round of the others
 
 @dataclass(eq=False)
 class Job:
-    """A request in a batch. ``tokens`` are what it has streamed; it is over when ``done``, by ``failure`` if that is
-    not None.
+    """A request in a batch. ``streamed`` counts the tokens that were taken of it; it is over when ``done``, by
+    ``failure`` if that is not None.
     """
 
     request: Request
@@ -82,7 +82,7 @@ class Batch:
         self.engines = {TARGET: target} | ({} if draft is None else {DRAFT: draft})
         self.prefixes = PrefixStore(self.engines, prefix_bytes)
         self.lanes = [self._lane(number) for number in range(target.sequences)]
-        self.costs: BatchCosts = measure_costs(target, draft, max(self.tiers))
+        self.costs = measure_costs(target, draft, max(self.tiers))
         priors = tuned_priors(bundle) or DEFAULT_PRIORS
         self._controllers = [Controller(self.costs, priors, clocked=False) for _ in self.lanes]
         for controller in self._controllers:

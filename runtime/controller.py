@@ -45,6 +45,7 @@ _DOUBTED = 0.5  # leaves so much of what was known,
 _CARRIED = 16.0  # and how many of them the next request still hears of
 _RATE_MEMORY = 0.95  # a round
 _SHARE_MEMORY = 0.98  # a draft token
+_HORIZON = 16  # rounds that pay for the draft model's catching up
 _PROBING = 0.0075  # share of the time that is spent on finding out whether the model pays again
 _MOST = 0.99  # probability that a draft token is ever given
 _PACE_TRUST = 8.0  # passes that the pace of all others counts for,
@@ -163,7 +164,6 @@ class Controller:
     costs: RoundCosts
     priors: Priors = field(default_factory=lambda: DEFAULT_PRIORS)
     clocked: bool = True  # whether the seconds that it hears of are those of its own passes
-    horizon: int = 16  # rounds that pay for the draft model's catching up
 
     def __post_init__(self) -> None:
         self.acceptance = {source: Acceptance(source, self.priors[source]) for source in SOURCES}
@@ -299,7 +299,7 @@ class Controller:
         first, caught_up = (ratio * costs.first_step(rows, length) for rows in (lacking, min(lacking, 2)))
         step = ratio * costs.step(length)
         ends = room < self.costs.largest_k  # within the room
-        rounds = min(self.horizon, room) if ends else self.horizon
+        rounds = min(_HORIZON, room) if ends else _HORIZON
         return Drafting(first, step, max(0.0, first - caught_up) * (1 - 1 / max(1, rounds)))
 
     def _may_probe(self, seconds: float) -> bool:
