@@ -43,7 +43,7 @@ class OrtSession:
 
     Args:
         setup: by default the CPU's.
-        many_shapes: whether passes have ever other shapes, so that nothing is to be remembered of each.
+        many_shapes: whether passes have ever other shapes, so that nothing is to be kept of each.
 
     Raises:
         OutriderError: ONNX Runtime or the provider is not installed, or the graph does not load.
@@ -236,7 +236,8 @@ def _open_session(setup: ProviderSetup, threads: int, many_shapes: bool) -> Any:
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 3
-    options.enable_mem_pattern = not many_shapes  # one is kept for good for each shape
+    # A pattern is kept for good for each shape, and the arena never gives anything back.
+    options.enable_mem_pattern = options.enable_cpu_mem_arena = not many_shapes
     for name, value in setup.session_config.items():
         options.add_session_config_entry(name, value)
     for name, size in setup.free_dimensions.items():

@@ -6,14 +6,17 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 
 from outrider.engines.errors import OutriderError
+from outrider.engines.heap import return_free_memory
 from outrider.runtime.batch import Batch, Job
 from outrider.runtime.generation import GenerationResult, StreamedToken
 from outrider.runtime.sampling.options import SamplingOptions
 from outrider.runtime.text import Message
 
 _LOG = logging.getLogger(__name__)
+_HEAP_SECONDS = 10.0  # between two looks at the heap
 
 # Called in the batch's thread with a job's new tokens, and whether it is done; it must not wait for anything.
 Listener = Callable[[Job, list[StreamedToken]], None]
@@ -110,9 +113,14 @@ class Service:
 
     def _run(self) -> None:
         try:
+            return_free_memory()  # what loading and measuring have left
+            due = monotonic() + _HEAP_SECONDS
             while self._take():
                 for job in self.batch.step():
                     self._tell(job)
+                if monotonic() >= due:
+                    return_free_memory()
+                    due = monotonic() + _HEAP_SECONDS
         except BaseException as error:  # a fault of ours: say so to all, rather than leave them waiting
             _LOG.exception("the batch stopped")
             self.failure = error

@@ -182,9 +182,10 @@ def run_soak(server: Server, pipeline: Pipeline, prompts: list[Prompt], requests
     time.sleep(2.0)
     left = server.metric("num_requests_running") + server.metric("num_requests_waiting")
     burst = run_load(server.url, bodies(prompts, lanes, 8, 0, {}), lanes)
+    first, last = found.held
     click.echo(
-        f"\n{found.requests} requests, {found.left} left by the client: memory {100 * found.growth:+.1f}% "
-        f"({found.memory[0] / 1e6:.0f} to {found.memory[-1] / 1e6:.0f} MB), {left:.0f} still there, "
+        f"\n{found.requests} requests, {found.left} left by the client: memory {100 * (last / first - 1):+.1f}% "
+        f"({first / 1e6:.0f} to {last / 1e6:.0f} MB, at most {max(found.memory) / 1e6:.0f}), {left:.0f} still there, "
         f"{found.wrong} of {found.checked} not as alone; {len(burst.answers)} of {lanes} lanes answer"
     )
 
