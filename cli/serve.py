@@ -12,6 +12,7 @@ import click
 from outrider.cli import options
 from outrider.engines.bundle import Bundle
 from outrider.engines.errors import OutriderError
+from outrider.engines.heap import share_one_heap
 from outrider.engines.open import PROVIDERS
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def serve(
         }
         _serve_replicas(listening, Bundle(bundle), settings, replicas, threads, batches)
         return
+    share_one_heap()
     batch = Batch.load(bundle, lanes=max_batch, threads=threads, provider=provider, prefix_bytes=prefix_cache << 20)
     log_as_json()
     app = create_app(Service(batch, max_waiting), settings)

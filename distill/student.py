@@ -17,7 +17,7 @@ from outrider.distill.model import DraftModel
 from outrider.distill.options import DistillOptions
 from outrider.distill.source import Source
 from outrider.distill.tiny import tiny_config, tiny_tensors
-from outrider.distill.train import Budget, Trainer
+from outrider.distill.train import Budget, Loss, Trainer
 from outrider.distill.writer import Written
 from outrider.engines.errors import OutriderError
 from outrider.export.architectures import family_spec
@@ -100,10 +100,11 @@ def new_trainer(
     options: DistillOptions,
     budget: Budget,
     checkpoint: Path,
+    loss: Loss | None = None,
 ) -> Trainer:
     """Args:
         opening: tokens before each sequence.
-        checkpoint: see ``Trainer``.
+        checkpoint, loss: see ``Trainer``.
 
     Raises:
         OutriderError: there is too little text, or what ``Trainer`` raises.
@@ -125,7 +126,7 @@ def new_trainer(
         "seed": str(options.seed),
         "text": hashlib.sha256(numbers.tobytes() + spec.draft_vocab.tobytes()).hexdigest(),
     }
-    return Trainer(student.model, trained_on, measured_on, budget, options.seed, checkpoint, origin)
+    return Trainer(student.model, trained_on, measured_on, budget, options.seed, checkpoint, origin, loss)
 
 
 def likeliest_tokens(written: Sequence[Written], vocab_size: int, count: int) -> tuple[NDArray[np.int64], float]:

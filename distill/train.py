@@ -19,6 +19,8 @@ from outrider.engines.errors import OutriderError
 from outrider.export.shared_embedding import PROJECTION
 from outrider.export.weights import written_whole
 
+Loss = Callable[[Tensor, Batch], Tensor]  # of logits, float32 [N, head], and their labels
+
 _CHECKPOINT_SECONDS = 60
 _WARM_UP = 0.02  # of the training
 _LOWEST_RATE = 0.02  # of the highest, at the end
@@ -71,6 +73,7 @@ class Trainer:
         held_out: what ``agreement`` is measured on.
         checkpoint: file that training goes on from where it is there, and that is renewed every minute.
         origin: what the training depends on beside what is given here; a checkpoint of another one is refused.
+        loss: by default ``distillation_loss``.
 
     Raises:
         OutriderError: the checkpoint is damaged, or of another training.
@@ -85,6 +88,7 @@ class Trainer:
         seed: int,
         checkpoint: Path,
         origin: dict[str, str],
+        loss: Loss | None = None,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -93,6 +97,7 @@ class Trainer:
         self._seed = seed
         self._checkpoint = checkpoint
         self._origin = origin
+        self._loss = loss or distillation_loss
         self._optimizers = _optimizers(model)
         self._found: list[float] = []  # greedy agreement, at each look
         if checkpoint.is_file():
@@ -117,14 +122,14 @@ class Trainer:
     @torch.no_grad()
     def agreement(self, sequences: int | None = None) -> Agreement:
         """On all that is held out, or the first so many sequences."""
-        same = overlap = count = 0.0
+        same = shared = count = 0.0
         for packed in self._held_out.packed(range(len(self._held_out))[:sequences]):
             batch = self._held_out.batch(packed)
             logits = self._logits(batch)
             same += float((logits.argmax(dim=-1) == batch.choices).sum())
-            overlap += float(torch.minimum(_log_law(logits, batch).exp(), batch.law).sum())
+            shared += float(overlap(logits, batch).sum())
             count += len(batch.choices)
-        return Agreement(same / count, overlap / count)
+        return Agreement(same / count, shared / count)
 
     def save(self) -> None:
         state = {
@@ -184,7 +189,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["highest"]
             optimizer.zero_grad()
-        loss = distillation_loss(self._logits(batch), batch)
+        loss = self._loss(self._logits(batch), batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self._optimizers:
@@ -195,6 +200,11 @@ class Trainer:
 def distillation_loss(logits: Tensor, batch: Batch) -> Tensor:
     """Mean over positions of the cross entropy from the target's law."""
     return -(batch.law * _log_law(logits, batch)).sum(dim=-1).mean()
+
+
+def overlap(logits: Tensor, batch: Batch) -> Tensor:
+    """What the two laws have in common of each position, [N]: 1 - total variation, of what the target found likely."""
+    return torch.minimum(_log_law(logits, batch).exp(), batch.law).sum(dim=-1)
 
 
 def _log_law(logits: Tensor, batch: Batch) -> Tensor:

@@ -1,17 +1,29 @@
-"""The C library's heap: what passes and samplers freed stays with the process until it is asked back."""
+"""The C library's heap: what passes and samplers freed stays with the process until it is asked back.
+
+Buffers of ever other sizes leave holes that malloc keeps, in a heap for each thread: a process that serves for days
+would look like a leak. Both calls are glibc's own, and do nothing where there is another C library.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
+
+_M_ARENA_MAX = -8
+
+
+def share_one_heap() -> None:
+    """Have threads that start from now on share the heap of the first: its holes are filled by all of them."""
+    if mallopt := _glibc("mallopt"):
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def return_free_memory() -> None:
-    """Give the system what is free in the heap (about 10 ms); nothing where the C library has no such call.
+    """Give the system what is free in the heap (about 10 ms)."""
+    if trim := _glibc("malloc_trim"):
+        trim(ctypes.c_size_t(0))
 
-    Buffers of ever other sizes leave holes that malloc keeps: a process that serves for days would look like a leak.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
+
+def _glibc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

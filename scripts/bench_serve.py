@@ -3,9 +3,11 @@
 overhead over ``Pipeline.stream``, first token of a cached prefix, memory, and thousands of requests in a row.
 
     scripts/bench_serve.py BUNDLE [--only load,overhead,prefix,memory,soak] [--llama-server PATH --llama-model GGUF]
+                           [--openvino WORK]
 
-Server and clients are processes of their own; the server has ``--threads``. Arms of a comparison come in turn, in both
-orders, and ratios are medians over the repeats.
+WORK is the folder in which ``bench_peers.py`` has made OpenVINO's environment and exports. Server and clients are
+processes of their own; the server has ``--threads``. Arms of a comparison come in turn, in both orders, and ratios are
+medians over the repeats.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-from serving.load import Load, median_ratio, run_load
+from peers.worker import Worker
+from serving.load import Load, Timed, median_ratio, run_load
 from serving.servers import Server, llama_command, outrider_command
 from serving.soak import soak
 
@@ -42,6 +47,7 @@ ARMS: dict[str, dict[str, Any]] = {"plain": {"num_draft_tokens": 0}, "auto": {}}
 @click.option("--soak-requests", type=click.IntRange(min=100), default=10_000, show_default=True)
 @click.option("--llama-server", type=click.Path(path_type=Path, exists=True), help="llama.cpp's server.")
 @click.option("--llama-model", type=click.Path(path_type=Path, exists=True), help="Its GGUF of the same checkpoint.")
+@click.option("--openvino", type=click.Path(path_type=Path, exists=True), help="OpenVINO's environment and exports.")
 def main(bundle: Path, only: str, threads: int, concurrency: str, **options: Any) -> None:
     parts = [part for part in PARTS if part in only.split(",")]
     counts = [int(part) for part in concurrency.split(",")]
@@ -54,8 +60,10 @@ def main(bundle: Path, only: str, threads: int, concurrency: str, **options: Any
             if "load" in parts:
                 load(server, prompts, counts, options["repeats"], options["requests"], options["max_new_tokens"])
             if options["llama_server"] and "load" in parts:
-                peer(server, prompts, counts, threads, Path(logs), **options)
+                llama_cpp(server, prompts, counts, threads, Path(logs), **options)
             pipeline = Pipeline.load(bundle, threads=threads)
+            if options["openvino"] and "load" in parts:
+                openvino(server, pipeline, prompts, counts, threads, Path(logs), **options)
             if "overhead" in parts:
                 overhead(server, pipeline, prompts, options["max_new_tokens"])
             if "prefix" in parts:
@@ -101,27 +109,75 @@ def load(
             )
 
 
-def peer(server: Server, prompts: list[Prompt], counts: list[int], threads: int, logs: Path, **options: Any) -> None:
+def llama_cpp(
+    server: Server, prompts: list[Prompt], counts: list[int], threads: int, logs: Path, **options: Any
+) -> None:
     """llama.cpp's server beside ours, in turn."""
     command = llama_command(options["llama_server"], options["llama_model"], threads, max(counts))
     other = Server("llama.cpp", command, logs / "llama.log")
     try:
-        speeds: dict[tuple[str, int], list[float]] = {}
-        for repeat in range(options["repeats"]):
-            for count in counts:
-                both = [(server, "auto"), (other, "llama.cpp")]
-                for one, name in both if repeat % 2 == 0 else both[::-1]:
-                    requests = max(options["requests"], 4 * count)
-                    asked = bodies(prompts, requests, options["max_new_tokens"], repeat * requests, {})
-                    run = run_load(one.url, asked, count)
-                    speeds.setdefault((name, count), []).append(run.tokens_per_second)
-        click.echo("\nclients  outrider  llama.cpp  ratio   (tokens/s)")
-        for count in counts:
-            ours, theirs = speeds["auto", count], speeds["llama.cpp", count]
-            medians = f"{statistics.median(ours):9.1f} {statistics.median(theirs):10.1f}"
-            click.echo(f"{count:7d} {medians} {median_ratio(ours, theirs):5.2f}x")
+        beside(server, {"llama.cpp": partial(run_load, other.url)}, prompts, counts, **options)
     finally:
         other.close()
+
+
+def openvino(
+    server: Server,
+    pipeline: Pipeline,
+    prompts: list[Prompt],
+    counts: list[int],
+    threads: int,
+    logs: Path,
+    **options: Any,
+) -> None:
+    """OpenVINO GenAI's continuous batching beside our server: plain, and with the draft; no server before it."""
+    work, codec = options["openvino"], pipeline.codec
+    script = Path(__file__).with_name("peers") / "openvino_batch_worker.py"
+    models = {role: str(work / "openvino-int4" / role) for role in ("target", "draft")}
+    config = {"target": models["target"], "threads": threads, "lanes": max(counts), "generation": {}}
+    with_draft = config | {"draft": models["draft"], "generation": {"num_assistant_tokens": 2}}
+    workers = {
+        name: Worker(work / "venv-openvino/bin/python", script, given, logs / f"{name}.log")
+        for name, given in {"OpenVINO, plain": config, "OpenVINO, draft": with_draft}.items()
+    }
+
+    def run(worker: Worker, bodies: list[Any], clients: int) -> Load:
+        texts = [body["messages"][0]["content"] for body in bodies]
+        request = {"prompts": [codec.encode(codec.turn(text)) for text in texts], "clients": clients}
+        reply = worker.ask(request | {"max_new_tokens": bodies[0]["max_tokens"]})
+        return Load(0.0, reply["end"], [Timed(*answer) for answer in reply["answers"]])
+
+    try:
+        beside(server, {name: partial(run, worker) for name, worker in workers.items()}, prompts, counts, **options)
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def beside(
+    server: Server,
+    others: dict[str, Callable[[list[Any], int], Load]],
+    prompts: list[Prompt],
+    counts: list[int],
+    **options: Any,
+) -> None:
+    """Tokens a second of our server and of others, in turn."""
+    arms = {"outrider": partial(run_load, server.url), **others}
+    speeds: dict[tuple[str, int], list[float]] = {}
+    for repeat in range(options["repeats"]):
+        for count in counts:
+            requests = max(options["requests"], 4 * count)
+            for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
+                asked = bodies(prompts, requests, options["max_new_tokens"], repeat * requests, {})
+                speeds.setdefault((name, count), []).append(arms[name](asked, count).tokens_per_second)
+    click.echo("\nclients  " + "".join(f"{name:>18s}" for name in arms) + "   (tokens/s, and ours over it)")
+    for count in counts:
+        ours = speeds["outrider", count]
+        columns = [f"{statistics.median(ours):18.1f}"]
+        for name in others:
+            theirs = speeds[name, count]
+            columns.append(f"{statistics.median(theirs):11.1f} {median_ratio(ours, theirs):5.2f}x")
+        click.echo(f"{count:7d}  " + "".join(columns))
 
 
 def overhead(server: Server, pipeline: Pipeline, prompts: list[Prompt], max_new_tokens: int) -> None:

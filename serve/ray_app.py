@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.schema import LoggingConfig
 
+from outrider.engines.heap import share_one_heap
 from outrider.runtime.batch import Batch
 from outrider.runtime.service import Service
 from outrider.serve.app import Settings, create_app
@@ -101,6 +102,7 @@ def build_metrics(options: MetricsOptions) -> serve.Application:
 class Replica:
     def __init__(self, options: ReplicaOptions) -> None:
         log_as_json()
+        share_one_heap()
         batch = Batch.load(
             options.bundle,
             lanes=options.max_batch,

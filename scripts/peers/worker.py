@@ -54,7 +54,18 @@ class Worker:
             WorkerError: the worker is gone.
             SettingError: what its library raised, or a text of another length.
         """
-        request = {"ids": ids, "max_new_tokens": max_new_tokens, "setting": setting}
+        reply = self.ask({"ids": ids, "max_new_tokens": max_new_tokens, "setting": setting})
+        if len(reply["ids"]) != max_new_tokens:
+            raise SettingError(f"it gave {len(reply['ids'])} tokens where {max_new_tokens} were asked for")
+        return reply
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to any request.
+
+        Raises:
+            WorkerError: the worker is gone.
+            SettingError: what its library raised.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -64,8 +75,6 @@ class Worker:
         reply = self._reply()
         if "error" in reply:
             raise SettingError(" ".join(str(reply["error"]).split()))
-        if len(reply["ids"]) != max_new_tokens:
-            raise SettingError(f"it gave {len(reply['ids'])} tokens where {max_new_tokens} were asked for")
         return reply
 
     def close(self) -> None:
