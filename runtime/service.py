@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Any
 
 from outrider.engines.errors import OutriderError
 from outrider.engines.heap import return_free_memory
@@ -53,19 +54,16 @@ class Service:
         prompt: str | Sequence[Message] | Sequence[int],
         options: SamplingOptions,
         listener: Listener,
-        *,
-        k: int | None = None,
-        drafter: str | None = None,
-        acceptance: str = "exact",
+        **speculation: Any,
     ) -> Job:
-        """Queue a request; see ``Pipeline.stream``. What is wrong with it is said here, in the caller's thread.
+        """Queue a request; see ``Batch.new_job``. What is wrong with it is said here, in the caller's thread.
 
         Raises:
             QueueFullError: too many wait.
             OutriderError: as ``Pipeline.stream`` does; or the service is closed.
         """
         self._check_room()  # before the work that a request is
-        job = self.batch.new_job(prompt, options, k=k, drafter=drafter, acceptance=acceptance)
+        job = self.batch.new_job(prompt, options, **speculation)
         with self._wake:
             self._check_room()
             self._listeners[job] = listener

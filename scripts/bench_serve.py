@@ -2,8 +2,8 @@
 """``outrider serve`` measured from outside, over loopback: throughput by concurrency with and without speculation,
 overhead over ``Pipeline.stream``, first token of a cached prefix, memory, and thousands of requests in a row.
 
-    scripts/bench_serve.py BUNDLE [--only load,overhead,prefix,memory,soak] [--llama-server PATH --llama-model GGUF]
-                           [--openvino WORK]
+    scripts/bench_serve.py BUNDLE [--only load,peers,overhead,prefix,memory,soak]
+                           [--llama-server PATH --llama-model GGUF] [--openvino WORK]
 
 WORK is the folder in which ``bench_peers.py`` has made OpenVINO's environment and exports. Server and clients are
 processes of their own; the server has ``--threads``. Arms of a comparison come in turn, in both orders, and ratios are
@@ -30,7 +30,7 @@ from outrider.engines.bundle import Bundle
 from outrider.runtime import Pipeline, SamplingOptions
 from outrider.runtime.bench import Prompt, read_prompts
 
-PARTS = ("load", "overhead", "prefix", "memory", "soak")
+PARTS = ("load", "peers", "overhead", "prefix", "memory", "soak")
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 _PREFIX_TOKENS = 1000
 ARMS: dict[str, dict[str, Any]] = {"plain": {"num_draft_tokens": 0}, "auto": {}}
@@ -59,10 +59,10 @@ def main(bundle: Path, only: str, threads: int, concurrency: str, **options: Any
                 memory(server, bundle)
             if "load" in parts:
                 load(server, prompts, counts, options["repeats"], options["requests"], options["max_new_tokens"])
-            if options["llama_server"] and "load" in parts:
+            if options["llama_server"] and "peers" in parts:
                 llama_cpp(server, prompts, counts, threads, Path(logs), **options)
             pipeline = Pipeline.load(bundle, threads=threads)
-            if options["openvino"] and "load" in parts:
+            if options["openvino"] and "peers" in parts:
                 openvino(server, pipeline, prompts, counts, threads, Path(logs), **options)
             if "overhead" in parts:
                 overhead(server, pipeline, prompts, options["max_new_tokens"])

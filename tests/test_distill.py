@@ -18,9 +18,12 @@ import pytest
 import torch
 from checkpoints import tiny_tokenizer, write_tiny
 from click.testing import CliRunner
+from gguf_files import write_gguf
 from refusals import edit, write
 from residents import on_cpu
 from safetensors.numpy import load_file, save_file
+from test_families import FAMILIES as TESTED_FAMILIES
+from test_families import write_family
 
 from outrider.cli import main
 from outrider.distill import DistillOptions, distill_draft
@@ -203,18 +206,35 @@ def test_every_drafter_over_a_distilled_draft_gives_plain_text(pair: Pipeline) -
 @pytest.mark.parametrize("lowering", ["fused", "standard"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_layers_are_what_pytorch_trained(family: str, lowering: str, tmp_path: Path) -> None:
-    """The model in training, its folder read by the reference, and its engine agree; other tokens have no chance."""
     target = write_tiny(tmp_path / "target", layers=3, biases=family == "biases", **FAMILIES[family])
-    source = Source(str(target), tmp_path / "bundle", 64, 2)
-    layers, kept = (0, 2), np.arange(1, 320, 3)
+    check_layers(target, lowering, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma2"])
+def test_layers_with_learned_positions_or_caps_can_be_a_draft(name: str, tmp_path: Path) -> None:
+    """Caps on scores and logits come with norms behind sublayers and a window in every other layer."""
+    target = write_family(tmp_path / "target", {**TESTED_FAMILIES[name], "num_hidden_layers": 3})
+    check_layers(target, "fused", tmp_path)
+
+
+def test_layers_of_a_gguf_file_can_be_a_draft(tmp_path: Path, tiny: Path) -> None:
+    write_gguf(tmp_path / "target.gguf", tiny, "F16")
+    check_layers(tmp_path / "target.gguf", "fused", tmp_path, layers=(0, 1))
+
+
+def check_layers(target: Path, lowering: str, folder: Path, layers: tuple[int, ...] = (0, 2)) -> None:
+    """The model in training, its folder read by the reference, and its engine agree; other tokens have no chance."""
+    source = Source(str(target), folder / "bundle", 64, 2)
+    size = len(source.embedding())
+    kept = np.arange(1, size, 3)
     config = layers_config(source.checkpoint.config, layers)
     spec = replace(layers_spec(config, source.spec, layers), draft_vocab=kept)
     tensors = layers_tensors(spec, source.spec, layers, source.checkpoint)
     tensors = {name: tensor.half().float() for name, tensor in tensors.items()}  # as they are written
     model = DraftModel(spec, tensors, source.embedding(), 32)
-    write_draft(tmp_path / "draft", model, config, source.vocab)
-    draft = SharedEmbedding(open_checkpoint(str(tmp_path / "draft")), source.checkpoint, source.spec.embedding)
-    ids = np.arange(24) * 7 % 320
+    write_draft(folder / "draft", model, config, source.vocab)
+    draft = SharedEmbedding(open_checkpoint(str(folder / "draft")), source.checkpoint, source.spec.embedding)
+    ids = np.arange(24) * 7 % size
     expected = reference_logits(decoder_spec(draft), draft, ids)
     seen = torch.ones(24, 24, dtype=torch.bool).tril()[None]
     places = torch.arange(24)[None]
@@ -223,7 +243,7 @@ def test_drafts_of_layers_are_what_pytorch_trained(family: str, lowering: str, t
     np.testing.assert_allclose(trained, expected[:, kept], atol=1e-4)
     assert (np.delete(expected, kept, axis=1) == NO_TOKEN).all()
     options = ExportOptions("fp32", lowering, tiers=(2,), max_length=64)
-    manifest = export_bundle(str(target), str(tmp_path / "draft"), tmp_path / "out", options, threads=2)
+    manifest = export_bundle(str(target), str(folder / "draft"), folder / "out", options, threads=2)
     assert manifest.draft is not None
     assert manifest.draft.check["max_difference"] < 1e-3  # of all tokens, those without a row too
 
