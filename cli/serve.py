@@ -89,12 +89,16 @@ def serve(
     share_one_heap()
     batch = Batch.load(bundle, lanes=max_batch, threads=threads, provider=provider, prefix_bytes=prefix_cache << 20)
     log_as_json()
-    app = create_app(Service(batch, max_waiting), settings)
+    service = Service(batch, max_waiting)
     how = f"{max_batch} at once, rows {batch.exactness}"
     if max_batch > 1 and batch.exactness != "bitwise":
         how += ": a text may depend on the other requests; --max-batch 1 keeps to single runs"
     _say(listening.getsockname(), settings, how)
-    if not run(app, listening, timeout + 1):
+    try:
+        whole = run(create_app(service, settings), listening, timeout + 1)
+    finally:
+        service.close()  # its passes must not run on into the end of the process
+    if not whole:
         raise click.Abort
 
 

@@ -116,6 +116,12 @@ class _Server:
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request, *, chat: bool) -> Response:
         self.check_model(body.model)
+        largest = max(self.service.batch.tiers)
+        if (body.num_draft_tokens or 0) > largest:
+            message = (
+                f"num_draft_tokens {body.num_draft_tokens} is outside 0 to {largest}, what this server's model has"
+            )
+            raise invalid(message, param="num_draft_tokens")
         options = body.options(self.service.batch.manifest.max_length)
         answer = Answer(
             self.settings.model, chat, options.get("logprobs") is not None, body.return_tokens, self.service.batch.codec

@@ -89,7 +89,8 @@ def _api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _not_valid(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, error.detail, "invalid_request_error", headers=error.headers)
+        detail = _unreadable(error.__cause__) if error.status_code == 400 else error.detail
+        return ApiError(error.status_code, detail, "invalid_request_error", headers=error.headers)
     if isinstance(error, QueueFullError):
         wait = {"Retry-After": _RETRY_SECONDS}
         return ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=wait)
@@ -98,6 +99,15 @@ def _api_error(error: Exception) -> ApiError:
     if isinstance(error, StoppedError) or not isinstance(error, OutriderError):
         return failed(error)
     return invalid(str(error))
+
+
+def _unreadable(cause: BaseException | None) -> str:
+    """Of a body that is no JSON in another way than its grammar."""
+    if isinstance(cause, UnicodeDecodeError):
+        return "the body is not UTF-8 text"
+    if isinstance(cause, RecursionError):
+        return "the body is nested too deeply"
+    return f"the body cannot be read: {cause}"
 
 
 def _not_valid(error: RequestValidationError) -> ApiError:

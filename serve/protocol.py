@@ -32,6 +32,12 @@ def _conflict(field: str, message: str) -> PydanticCustomError:
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Null is as good as left out: clients send back what they got, and name what they do not use."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
 
 class TextPart(_Body):
     type: Literal["text"]
@@ -39,7 +45,7 @@ class TextPart(_Body):
 
 
 class ChatMessage(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: StrictStr | list[TextPart]
     name: StrictStr | None = None
 
@@ -63,7 +69,9 @@ class ResponseFormat(_Body):
 
     @model_validator(mode="after")
     def _whole(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise _conflict("json_schema", "type json_schema needs a json_schema with name and schema")
+        if self.type != "json_schema" and self.json_schema is not None:
             raise _conflict("json_schema", "json_schema goes with type json_schema, and with no other")
         return self
 

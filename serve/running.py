@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -52,7 +53,8 @@ class Running:
         self.tokens.append([])
 
         def listen(job: Job, tokens: list[StreamedToken]) -> None:
-            loop.call_soon_threadsafe(self._updates.put_nowait, Update(index, tokens, job.done))
+            with suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(self._updates.put_nowait, Update(index, tokens, job.done))
 
         submit = partial(self.service.submit, prompt, options, listen, **speculation)
         self.jobs.append(await run_in_threadpool(submit))

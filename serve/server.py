@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from types import FrameType
@@ -17,6 +18,8 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
+        if self.force_exit:  # what is cut off then would be logged as faults
+            logging.getLogger("uvicorn.error").disabled = True
         self.should_exit = True
 
 

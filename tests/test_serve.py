@@ -333,6 +333,19 @@ def test_usage(client: OpenAI, tiny_pipeline: Pipeline, chat: bool) -> None:
     assert not any(chunk.usage for chunk in ask(client, chat, stream=True, **options))
 
 
+def test_a_second_turn_has_the_first_ones_message(client: OpenAI, tiny_pipeline: Pipeline) -> None:
+    """As the client gave it, with fields that are null; and what is null is as good as left out."""
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5, "tools": None}
+    first = client.chat.completions.create(messages=messages, **options).choices[0].message
+    more = {"role": "user", "content": "more"}
+    plain = [*messages, {"role": "assistant", "content": first.content}, more]
+    expected = tiny_pipeline.generate(plain, max_new_tokens=5)
+    for answer in (first, first.model_dump()):
+        again = client.chat.completions.create(messages=[*messages, answer, more], **options)
+        assert again.choices[0].message.content == expected.text
+
+
 def test_objects_are_those_of_the_api(client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("tiny", "model", "outrider")

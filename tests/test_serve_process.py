@@ -130,8 +130,9 @@ def test_a_second_signal_ends_it_at_once(long_bundle: Path, signals: tuple[signa
         code = server.process.wait(60)
         assert code == 1
         assert server.process.stderr is not None
-        first, *_, last = server.process.stderr.read().splitlines()
+        first, *cut, last = server.process.stderr.read().splitlines()
     assert json.loads(first)["prompt"] == SECRET and last == "Aborted!"
+    assert not [line for line in cut if json.loads(line).get("finish") != "abort"]  # no fault
 
 
 def test_what_it_needs(long_bundle: Path, tiny: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ WRONG_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ("messages.0.content.1.text", {"messages": [{"role": "user", "content": [PART, {"type": "text"}]}]}),
     ("messages.0.tool_calls", {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]}),
-    ("messages.0.tool_call_id", {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}),
+    ("messages.0.role", {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}),
     ("max_tokens", {"max_tokens": 0}),
     ("max_tokens", {"max_completion_tokens": 3}),
     ("max_completion_tokens", {"max_completion_tokens": "3", "max_tokens": None}),
@@ -189,7 +189,7 @@ def schema(content: Any) -> dict[str, Any]:
         ({"prompt": ""}, ["prompt is empty"]),
         ({"prompt": "a \ud83d"}, ["prompt", "UTF-8"]),
         ({"stop": "\ud83d"}, ["stop", "unicode"]),
-        ({"num_draft_tokens": 9}, ["K = 9", "0 to 8"]),
+        ({"num_draft_tokens": 9}, ["num_draft_tokens 9", "0 to 8"]),
         ({"repetition_penalty": 1e-40}, ["repetition_penalty"]),
         ({"prompt": ["a"] * 17}, ["17 prompts", "at most 16"]),
         ({"prompt": ["a", "b"], "n": 9}, ["2 prompts with 9 choices", "at most 16"]),
@@ -228,6 +228,16 @@ def test_bodies_that_are_no_requests(served: Served, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     response = served.post("completions", content=content, headers=headers)
     error_of(response, 404 if b"model" in content else 400)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b'{"prompt": "\xff"}', "not UTF-8 text"), (b"[" * 10_000, "nested too deeply"), (b"9" * 5000, "4300 digits")],
+    ids=["bytes", "depth", "digits"],
+)
+def test_bodies_that_cannot_be_read(served: Served, content: bytes, words: str) -> None:
+    response = served.post("completions", content=content, headers={"Content-Type": "application/json"})
+    assert words in error_of(response, 400)["message"]
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
