@@ -198,8 +198,18 @@ class Trainer:
 
 
 def distillation_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Mean over positions of the cross entropy from the target's law."""
+    """Cross entropy teaches from the first step on; total variation is what the acceptance rate is made of."""
+    return cross_entropy(logits, batch) + total_variation(logits, batch)
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """From the target's law, mean over positions."""
     return -(batch.law * _log_law(logits, batch)).sum(dim=-1).mean()
+
+
+def total_variation(logits: Tensor, batch: Batch) -> Tensor:
+    """To the target's law, mean over positions: the share of drawn tokens that do not stand (Leviathan et al. 2023)."""
+    return 1 - overlap(logits, batch).mean()
 
 
 def overlap(logits: Tensor, batch: Batch) -> Tensor:

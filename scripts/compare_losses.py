@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 import torch
-from torch import Tensor
 
-from outrider.distill.batches import Batch
 from outrider.distill.draft import write_draft
 from outrider.distill.measure import measure_draft
 from outrider.distill.options import DistillOptions
@@ -27,29 +24,18 @@ from outrider.distill.source import Source
 from outrider.distill.starts import Starts
 from outrider.distill.student import new_student, new_trainer, plan_draft
 from outrider.distill.text import WrittenText
-from outrider.distill.train import Budget, distillation_loss, overlap
+from outrider.distill.train import Budget, Loss, cross_entropy, distillation_loss, total_variation
 from outrider.engines.ort import default_threads
 from outrider.runtime.bench import read_prompts
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 _TOKENS = 64  # of an answer
 _SHOWN_K = (1, 4)
-
-
-def total_variation(logits: Tensor, batch: Batch) -> Tensor:
-    """Of what the target found likely: 1 - the share of drawn tokens that stand."""
-    return 1 - overlap(logits, batch).mean()
-
-
-def both(logits: Tensor, batch: Batch) -> Tensor:
-    return distillation_loss(logits, batch) + total_variation(logits, batch)
-
-
-LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
-    "forward KL": distillation_loss,
+LOSSES: dict[str, Loss] = {
+    "cross entropy": cross_entropy,
     "total variation": total_variation,
-    "KL + TV": both,
-    "KL + 4 TV": lambda logits, batch: distillation_loss(logits, batch) + 4 * total_variation(logits, batch),
+    "their sum": distillation_loss,
+    "TV four times": lambda logits, batch: cross_entropy(logits, batch) + 4 * total_variation(logits, batch),
 }
 
 
