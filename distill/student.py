@@ -17,7 +17,7 @@ from outrider.distill.model import DraftModel
 from outrider.distill.options import DistillOptions
 from outrider.distill.source import Source
 from outrider.distill.tiny import tiny_config, tiny_tensors
-from outrider.distill.train import Budget, Loss, Trainer
+from outrider.distill.train import Budget, Loss, Trainer, distillation_loss
 from outrider.distill.writer import Written
 from outrider.engines.errors import OutriderError
 from outrider.export.architectures import family_spec
@@ -100,7 +100,7 @@ def new_trainer(
     options: DistillOptions,
     budget: Budget,
     checkpoint: Path,
-    loss: Loss | None = None,
+    loss: Loss = distillation_loss,
 ) -> Trainer:
     """Args:
         opening: tokens before each sequence.

@@ -73,7 +73,7 @@ class Trainer:
         held_out: what ``agreement`` is measured on.
         checkpoint: file that training goes on from where it is there, and that is renewed every minute.
         origin: what the training depends on beside what is given here; a checkpoint of another one is refused.
-        loss: by default ``distillation_loss``.
+        loss: of a step; see ``distillation_loss``.
 
     Raises:
         OutriderError: the checkpoint is damaged, or of another training.
@@ -88,7 +88,7 @@ class Trainer:
         seed: int,
         checkpoint: Path,
         origin: dict[str, str],
-        loss: Loss | None = None,
+        loss: Loss,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -97,7 +97,7 @@ class Trainer:
         self._seed = seed
         self._checkpoint = checkpoint
         self._origin = origin
-        self._loss = loss or distillation_loss
+        self._loss = loss
         self._optimizers = _optimizers(model)
         self._found: list[float] = []  # greedy agreement, at each look
         if checkpoint.is_file():

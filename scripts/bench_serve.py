@@ -33,6 +33,7 @@ from outrider.runtime.bench import Prompt, read_prompts
 PARTS = ("load", "peers", "overhead", "prefix", "memory", "soak")
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 _PREFIX_TOKENS = 1000
+Runner = Callable[[list[Any], int], Load]  # of requests, and the number of clients
 ARMS: dict[str, dict[str, Any]] = {"plain": {"num_draft_tokens": 0}, "auto": {}}
 
 
@@ -58,7 +59,7 @@ def main(bundle: Path, only: str, threads: int, concurrency: str, **options: Any
             if "memory" in parts:
                 memory(server, bundle)
             if "load" in parts:
-                load(server, prompts, counts, options["repeats"], options["requests"], options["max_new_tokens"])
+                load(server, prompts, counts, **options)
             if options["llama_server"] and "peers" in parts:
                 llama_cpp(server, prompts, counts, threads, Path(logs), **options)
             pipeline = Pipeline.load(bundle, threads=threads)
@@ -81,16 +82,30 @@ def bodies(prompts: list[Prompt], count: int, max_new_tokens: int, start: int, m
     return [{"messages": [{"role": "user", "content": prompt.text}], **body} for prompt in chosen]
 
 
-def load(
-    server: Server, prompts: list[Prompt], counts: list[int], repeats: int, requests: int, max_new_tokens: int
-) -> None:
-    found: dict[tuple[str, int], list[Load]] = {(arm, count): [] for arm in ARMS for count in counts}
+def in_turn(
+    arms: dict[str, Runner],
+    prompts: list[Prompt],
+    counts: list[int],
+    repeats: int,
+    requests: int,
+    max_new_tokens: int,
+    **_: Any,
+) -> dict[tuple[str, int], list[Load]]:
+    """The runs of each arm by number of clients, orders alternating; all have the same prompts in a repeat."""
+    found: dict[tuple[str, int], list[Load]] = {(arm, count): [] for arm in arms for count in counts}
     for repeat in range(repeats):
         for count in counts:
-            arms = list(ARMS) if repeat % 2 == 0 else list(ARMS)[::-1]
-            for arm in arms:
-                asked = bodies(prompts, max(requests, 4 * count), max_new_tokens, repeat * requests, ARMS[arm])
-                found[arm, count].append(run_load(server.url, asked, count))
+            asked = bodies(prompts, max(requests, 4 * count), max_new_tokens, repeat * requests, {})
+            for arm in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
+                found[arm, count].append(arms[arm](asked, count))
+    return found
+
+
+def load(server: Server, prompts: list[Prompt], counts: list[int], **options: Any) -> None:
+    def run(more: dict[str, Any], asked: list[Any], clients: int) -> Load:
+        return run_load(server.url, [body | more for body in asked], clients)
+
+    found = in_turn({arm: partial(run, more) for arm, more in ARMS.items()}, prompts, counts, **options)
     click.echo("clients  arm    tokens/s  over 1 client  over plain  first token  per token  p99 / median")
     for count in counts:
         for arm in ARMS:
@@ -156,20 +171,15 @@ def openvino(
 
 def beside(
     server: Server,
-    others: dict[str, Callable[[list[Any], int], Load]],
+    others: dict[str, Runner],
     prompts: list[Prompt],
     counts: list[int],
     **options: Any,
 ) -> None:
     """Tokens a second of our server and of others, in turn."""
     arms = {"outrider": partial(run_load, server.url), **others}
-    speeds: dict[tuple[str, int], list[float]] = {}
-    for repeat in range(options["repeats"]):
-        for count in counts:
-            requests = max(options["requests"], 4 * count)
-            for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
-                asked = bodies(prompts, requests, options["max_new_tokens"], repeat * requests, {})
-                speeds.setdefault((name, count), []).append(arms[name](asked, count).tokens_per_second)
+    found = in_turn(arms, prompts, counts, **options)
+    speeds = {key: [run.tokens_per_second for run in runs] for key, runs in found.items()}
     click.echo("\nclients  " + "".join(f"{name:>18s}" for name in arms) + "   (tokens/s, and ours over it)")
     for count in counts:
         ours = speeds["outrider", count]
