@@ -125,6 +125,7 @@ def new_trainer(
         "number of steps": str(options.steps),
         "seed": str(options.seed),
         "text": hashlib.sha256(numbers.tobytes() + spec.draft_vocab.tobytes()).hexdigest(),
+        "loss": getattr(loss, "__name__", repr(loss)),
     }
     return Trainer(student.model, trained_on, measured_on, budget, options.seed, checkpoint, origin, loss)
 

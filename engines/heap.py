@@ -14,7 +14,10 @@ _M_ARENA_MAX = -8
 
 
 def share_one_heap() -> None:
-    """Have threads that start from now on share the heap of the first: its holes are filled by all of them."""
+    """Have threads share the heap of the first, whose holes are then filled by all of them.
+
+    To be called before other threads have made heaps of their own: those stay.
+    """
     if mallopt := _glibc("mallopt"):
         mallopt(_M_ARENA_MAX, 1)
 
