@@ -178,7 +178,9 @@ class Trainer:
             epoch += 1
 
     def _logits(self, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        # Where the processor has no products for it (AVX-512, for one), bfloat16 is emulated, fifty times as slow.
+        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        with torch.autocast("cpu", torch.bfloat16, enabled=native):
             hidden = self.model.hidden(batch.ids, batch.positions, batch.seen)
             logits = self.model.logits(hidden.flatten(0, 1)[batch.places])
         return logits.float()

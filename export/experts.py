@@ -62,11 +62,12 @@ class Experts:
     def _chosen(self, x: str, weights: str, ids: str) -> str:
         """Each pair is a token of its own with one expert, so that no sum depends on what else is in the pass.
 
-        The operators add a token's experts in an order that follows from all tokens; float products have a one-row
-        path, and an expert's rows are those that chose it. So the sum is ours, and float pairs come twice.
+        The operators add a token's experts in an order that follows from all tokens, so the sum is ours. Float products
+        have a one-row path, as those of int4 without AVX-512, and an expert's rows are those that chose it: all but
+        int8 pairs come twice, so that there are always two.
         """
         graph, spec, name = self.graph, self.spec, self.name
-        count, twice = spec.experts_per_token, self.precision not in BITS
+        count, twice = spec.experts_per_token, self.precision != "int8"
         pairs = graph.node("Concat", [ids, ids], f"{name}.ids.twice", axis=-1) if twice else ids
         width = 2 * count if twice else count
         table = np.where(np.eye(spec.num_experts, dtype=bool), 0, _NEVER)

@@ -61,14 +61,6 @@ def tiny_pipeline(tiny_bundle: Path) -> Pipeline:
 
 
 @pytest.fixture(scope="session")
-def smollm2_int4(workdir: Path, smollm2: Path) -> Pipeline:
-    """SmolLM2 in int4 without a draft."""
-    out = workdir / "smollm2-int4"
-    export_bundle(str(smollm2), None, out, ExportOptions(tiers=(1, 2, 4, 8)), threads=THREADS)
-    return Pipeline.load(out, threads=THREADS)
-
-
-@pytest.fixture(scope="session")
 def smollm2_pair(workdir: Path, smollm2: Path) -> Pipeline:
     """SmolLM2 in int4 with its own first layers as the draft: cheap, and seldom right."""
     out = workdir / "smollm2-pair"

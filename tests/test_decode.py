@@ -281,12 +281,12 @@ def test_two_threads_on_one_pipeline(tiny_pipeline: Pipeline) -> None:
     assert problems == []
 
 
-def test_a_prompt_longer_than_a_prefill_chunk(smollm2_int4: Pipeline) -> None:
+def test_a_prompt_longer_than_a_prefill_chunk(smollm2_pair: Pipeline) -> None:
     """Several chunks, the last of one token: the same text as for the prompt's own plain decoding."""
-    ids = smollm2_int4.codec.encode("The harbour town was built around a single stone pier. " * 60)[:513]
-    prompt = smollm2_int4.codec.decode(ids)
-    assert len(smollm2_int4.codec.encode(prompt)) == 513
-    plain = smollm2_int4.generate(prompt, k=0, max_new_tokens=16)
-    found = smollm2_int4.generate(prompt, k=4, drafter="ngram", max_new_tokens=16)
+    ids = smollm2_pair.codec.encode("The harbour town was built around a single stone pier. " * 60)[:513]
+    prompt = smollm2_pair.codec.decode(ids)
+    assert len(smollm2_pair.codec.encode(prompt)) == 513
+    plain = smollm2_pair.generate(prompt, k=0, max_new_tokens=16)
+    found = smollm2_pair.generate(prompt, k=4, drafter="ngram", max_new_tokens=16)
     assert found.token_ids == plain.token_ids
     assert found.stats.mean_acceptance_length > 2  # it repeats the prompt

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from products import fewest_rows
 from refusals import refused, refused_by_cli
 from tokenizers import Tokenizer
 from vocabularies import codec_of, gguf_metadata, train_sentencepiece
@@ -88,9 +89,9 @@ def twins(tiny: Path, workdir: Path) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def real(smollm2_int4: Pipeline, workdir: Path) -> Pipeline:
-    """SmolLM2 as its own draft, made of the files of the bundle without one."""
-    source, out = smollm2_int4.bundle, workdir / "grammar-smollm2"
+def real(smollm2_pair: Pipeline, workdir: Path) -> Pipeline:
+    """SmolLM2 as its own draft, made of the files of the bundle with another."""
+    source, out = smollm2_pair.bundle, workdir / "grammar-smollm2"
     with new_bundle(out) as work:
         for name in source.files:
             (work / name).parent.mkdir(exist_ok=True)
@@ -131,8 +132,8 @@ def test_a_real_model_follows_any_grammar(real: Pipeline, kind: str, sampling: d
     for k, drafter in ARMS[1:3] if sampling else ARMS:
         found = real.generate(QUESTION, k=k, drafter=drafter, **options)
         assert outcome(found) == outcome(plain)
-        if drafter == "model":  # the draft is the target, under the same mask
-            assert found.stats.draft_acceptance_rate == 1.0
+        if drafter == "model":  # the draft is the target, under the same mask, but for the bits of one row
+            assert found.stats.draft_acceptance_rate >= (1 if fewest_rows("int4") == 1 else 0.8)
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
@@ -200,17 +201,17 @@ def test_short_grammars(tiny_pipeline: Pipeline, k: int, drafter: str) -> None:
 
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize(("k", "drafter"), [PLAIN, (8, "ngram")])
-def test_cut_by_the_budget_and_by_stop_strings(smollm2_int4: Pipeline, kind: str, k: int, drafter: str) -> None:
+def test_cut_by_the_budget_and_by_stop_strings(smollm2_pair: Pipeline, kind: str, k: int, drafter: str) -> None:
     grammar, follows = GRAMMARS[kind]
     options: dict[str, Any] = {"k": k, "drafter": drafter, kind: grammar}
-    whole = smollm2_int4.generate(QUESTION, **options)
+    whole = smollm2_pair.generate(QUESTION, **options)
     assert follows(whole.text)
     for count in (1, 2, 9):
-        cut = smollm2_int4.generate(QUESTION, **options, max_new_tokens=count)
+        cut = smollm2_pair.generate(QUESTION, **options, max_new_tokens=count)
         assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:count], "length")
         assert whole.text.startswith(cut.text)
     stop = whole.text[3:5]
-    ended = smollm2_int4.generate(QUESTION, **options, stop_strings=[stop])
+    ended = smollm2_pair.generate(QUESTION, **options, stop_strings=[stop])
     assert (ended.text, ended.finish_reason) == (whole.text.partition(stop)[0], "stop")
 
 
@@ -476,12 +477,12 @@ def converse(
     return outcomes, kept
 
 
-def test_a_conversation_on_a_kept_cache(smollm2_int4: Pipeline) -> None:
-    expected, none = converse(smollm2_int4, *PLAIN, fresh=True)
+def test_a_conversation_on_a_kept_cache(smollm2_pair: Pipeline) -> None:
+    expected, none = converse(smollm2_pair, *PLAIN, fresh=True)
     assert none == [0, 0, 0]
     assert [reason for _, _, reason in expected] == ["grammar"] * 3
     for arm in (PLAIN, (4, "ngram")):
-        found, kept = converse(smollm2_int4, *arm, fresh=False)
+        found, kept = converse(smollm2_pair, *arm, fresh=False)
         assert found == expected
         assert 0 == kept[0] < kept[1] < kept[2]
 

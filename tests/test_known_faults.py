@@ -436,7 +436,8 @@ def test_no_cache_keeps_refused_rows(tiny_bundle: Path, tiny_pipeline: Pipeline,
         assert len(model.tokens) >= len(whole) - 2 - k, "the text is not in the cache"
         fresh = model.extend(whole[model.length :], 1)[0].copy()
         model.rollback(0)
-        assert np.array_equal(model.extend(whole, 1)[0], fresh)
+        # The draft's steps have one row each, whose bits may be others.
+        assert np.allclose(model.extend(whole, 1)[0], fresh, rtol=0, atol=0 if model is tiny_pipeline.target else 1e-5)
         assert tokens is model.tokens
 
 

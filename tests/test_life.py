@@ -191,16 +191,16 @@ SENTENCES = "The harbour town was built around a single stone pier. Boats came i
 
 
 @pytest.mark.parametrize("length", [255, 256, 257, 258])
-def test_kept_and_fresh_caches_give_the_same_bits(smollm2_int4: Pipeline, length: int) -> None:
+def test_kept_and_fresh_caches_give_the_same_bits(smollm2_pair: Pipeline, length: int) -> None:
     """At the borders of a prefill chunk, kept at any length: log-probabilities equal as floats."""
-    target = smollm2_int4.target
-    ids = smollm2_int4.codec.encode(SENTENCES)[:length]
+    target = smollm2_pair.target
+    ids = smollm2_pair.codec.encode(SENTENCES)[:length]
     assert len(ids) == length
 
     def run(kept: int, k: int) -> tuple[list[int], list[float], list[Any]]:
         target.rollback(min(kept, target.length))
-        request = smollm2_int4.new_request(ids, SamplingOptions(max_new_tokens=5, logprobs=1))
-        list(decode(target, smollm2_int4.drafter("ngram"), k, request))
+        request = smollm2_pair.new_request(ids, SamplingOptions(max_new_tokens=5, logprobs=1))
+        list(decode(target, smollm2_pair.drafter("ngram"), k, request))
         assert request.stats.num_cached_tokens == min(kept, length - 1)
         entries = request.output.logprobs
         return request.output.tokens, [entry.logprob for entry in entries], [entry.top for entry in entries]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from products import fewest_rows
 from refusals import cli, refused, refused_by_cli
 from tokenizers import Tokenizer
 
@@ -96,7 +97,7 @@ def test_matrices_of_a_precision_of_their_own(tiny: Path, tmp_path: Path, patter
     info: ModelInfo = exported(tiny, tmp_path / "out", patterns).target
     assert {name for name, width in bits(tmp_path / "out").items() if width == 8} == int8
     assert info.tensor_precision == Bundle(tmp_path / "out").manifest.target.tensor_precision == patterns
-    assert (info.exactness, info.min_rows) == ("bitwise", 1)
+    assert (info.exactness, info.min_rows) == ("bitwise", fewest_rows("int4"))
 
 
 def test_more_bits_lose_less(tiny: Path, tmp_path: Path) -> None:

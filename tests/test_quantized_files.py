@@ -15,6 +15,7 @@ from conftest import THREADS
 from gguf_files import write_gguf
 from numpy.typing import NDArray
 from packed_files import Tensors, write_packed
+from products import fewest_rows
 from refusals import cli, refused
 from safetensors.numpy import load_file, save_file
 
@@ -161,7 +162,7 @@ def test_packed_folders_are_taken_over(tmp_path: Path, plain: Path, case: str) -
     rounded = {} if own or lowering == "standard" else {"float": 1}  # the embedding, which stays float there
     assert (info.taken_over, info.rounded_anew) == ({kind: 15 + own}, rounded)
     assert info.check["kl_stored"] < 2e-3
-    assert (info.exactness, info.min_rows) == ("bitwise", 1 if lowering == "fused" else 2)
+    assert (info.exactness, info.min_rows) == ("bitwise", fewest_rows(precision) if lowering == "fused" else 2)
     assert_taken_over(tmp_path / "out", expected, layers=2)
 
 
@@ -172,7 +173,7 @@ def test_gguf_types_are_taken_over(tmp_path: Path, wide: Path, precision: str, l
     info = export(tmp_path / "m.gguf", tmp_path / "out", precision, lowering)
     assert (info.taken_over, info.rounded_anew) == ({kind: 9 - (lowering == "standard")}, {})
     assert info.check["kl_stored"] < 2e-3
-    assert (info.exactness, info.min_rows) == ("bitwise", 1 if lowering == "fused" else 2)
+    assert (info.exactness, info.min_rows) == ("bitwise", fewest_rows(precision) if lowering == "fused" else 2)
     assert_taken_over(tmp_path / "out", expected, rtol=1e-6 if kind in ("Q4_1", "Q4_K") else 0)
 
 
@@ -215,9 +216,9 @@ def test_fp8_folders_are_read(tmp_path: Path, plain: Path, precision: str, taken
     assert info.rounded_anew == ({} if precision == "fp32" else {"float": 1, "fp8": 15})
 
 
-def test_smollm2_is_the_files_own(smollm2_int4: Pipeline) -> None:
+def test_smollm2_is_the_files_own(smollm2_pair: Pipeline) -> None:
     """Rounded a second time, its law was 0.8 nats away."""
-    info = Bundle(smollm2_int4.bundle.folder).manifest.target
+    info = Bundle(smollm2_pair.bundle.folder).manifest.target
     assert (info.taken_over, info.rounded_anew) == ({"Q4_1": 210}, {"Q8_0": 1})
     assert info.check["kl"] < 0.2
 

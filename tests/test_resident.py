@@ -214,7 +214,8 @@ def test_passes_at_their_fastest_share_the_cache(both: tuple[Pipeline, Pipeline]
         assert pipeline.generate("the quick brown fox", k=0, max_new_tokens=9).token_ids == expected
 
 
-def test_a_provider_for_a_draft_that_is_not_there(smollm2_int4: Pipeline) -> None:
-    folder = smollm2_int4.bundle.folder
+def test_a_provider_for_a_draft_that_is_not_there(workdir: Path, tiny: Path) -> None:
+    folder = workdir / "no-draft"
+    export_bundle(str(tiny), None, folder, ExportOptions(tiers=(2,), max_length=96), threads=THREADS)
     message = refused_by_cli("generate", folder, "-p", "x", "--draft-provider", "cpu")
     assert "no draft model" in message and "--draft-provider" in message

@@ -323,17 +323,17 @@ CHAT = [{"role": "user", "content": "Count from one to ten in words, separated b
 
 
 @pytest.mark.parametrize(("k", "drafter"), ARMS[:3])
-def test_stop_strings_of_a_real_model(smollm2_int4: Pipeline, k: int, drafter: str) -> None:
+def test_stop_strings_of_a_real_model(smollm2_pair: Pipeline, k: int, drafter: str) -> None:
     """The text ends before the stop string; the tokens end with the one that completed it."""
-    free = answer(smollm2_int4, CHAT, 0, "none")
+    free = answer(smollm2_pair, CHAT, 0, "none")
     words = free.text.split(" ")
     assert len(words) > 8
     for stop in (f" {words[3]} {words[4]} {words[5]}", f"{words[6]} "):
-        found = answer(smollm2_int4, CHAT, k, drafter, stop_strings=["\x00", stop])
+        found = answer(smollm2_pair, CHAT, k, drafter, stop_strings=["\x00", stop])
         assert (found.text, found.finish_reason) == (free.text.partition(stop)[0], "stop")
         assert found.token_ids == free.token_ids[: len(found.token_ids)]
-        assert stop in smollm2_int4.codec.decode(found.token_ids)
-        assert stop not in smollm2_int4.codec.decode(found.token_ids[:-1])
+        assert stop in smollm2_pair.codec.decode(found.token_ids)
+        assert stop not in smollm2_pair.codec.decode(found.token_ids[:-1])
 
 
 @pytest.mark.parametrize(("k", "drafter"), ARMS)
@@ -402,18 +402,18 @@ def test_nothing_ends_an_answer_before_its_least_length(
 
 
 @pytest.mark.parametrize(("k", "drafter"), [ARMS[0], ARMS[2]])
-def test_a_real_end_of_sequence(smollm2_int4: Pipeline, k: int, drafter: str) -> None:
+def test_a_real_end_of_sequence(smollm2_pair: Pipeline, k: int, drafter: str) -> None:
     """It comes on its own, is put off, or is ignored; its text is never shown."""
     question = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
-    [end] = smollm2_int4.manifest.eos_token_ids
-    free = answer(smollm2_int4, question, k, drafter)
+    [end] = smollm2_pair.manifest.eos_token_ids
+    free = answer(smollm2_pair, question, k, drafter)
     assert (free.token_ids[-1], free.finish_reason) == (end, "eos")
-    assert free.text == smollm2_int4.codec.decode(free.token_ids)
+    assert free.text == smollm2_pair.codec.decode(free.token_ids)
     count = len(free.token_ids)
-    later = answer(smollm2_int4, question, k, drafter, min_new_tokens=count)
+    later = answer(smollm2_pair, question, k, drafter, min_new_tokens=count)
     assert later.token_ids[: count - 1] == free.token_ids[:-1]
     assert len(later.token_ids) > count and end not in later.token_ids[:count]
-    ignored = answer(smollm2_int4, question, k, drafter, ignore_eos=True, max_new_tokens=count + 3)
+    ignored = answer(smollm2_pair, question, k, drafter, ignore_eos=True, max_new_tokens=count + 3)
     assert (ignored.token_ids[:count], ignored.finish_reason) == (free.token_ids, "length")
     assert len(ignored.token_ids) == count + 3
     assert ignored.text.startswith(free.text) and "<|im_end|>" not in ignored.text
