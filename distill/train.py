@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.distill.batches import Batch, Batches
 from outrider.distill.model import DraftModel
+from outrider.distill.muon import Muon
 from outrider.engines.errors import OutriderError
 from outrider.export.shared_embedding import PROJECTION
 from outrider.export.weights import written_whole
@@ -232,16 +233,14 @@ def _rate(done: float) -> float:
 
 
 def _optimizers(model: DraftModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of layers (Jordan et al. 2024); AdamW for head, projection, norms and biases."""
+    """Muon for the matrices of layers; AdamW for head, projection, norms and biases."""
     ends = {f"{model.spec.head}.weight", PROJECTION, f"{model.spec.position_table}.weight"}
     matrices, tables, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
     for name in model.names:
         parameter = model.tensor(name)
         assert parameter is not None
         (vectors if parameter.ndim < 2 else tables if name in ends else matrices).append(parameter)
-    muon = torch.optim.Muon(
-        [{"params": matrices, "highest": _MATRIX_RATE}], lr=_MATRIX_RATE, weight_decay=_WEIGHT_DECAY
-    )
+    muon = Muon([{"params": matrices, "highest": _MATRIX_RATE}], lr=_MATRIX_RATE, weight_decay=_WEIGHT_DECAY)
     adam = torch.optim.AdamW(
         [
             {"params": tables, "weight_decay": _WEIGHT_DECAY, "highest": _RATE},

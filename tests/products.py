@@ -10,20 +10,20 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 @cache
-def fewest_rows(precision: str) -> int:
+def fewest_rows(precision: str, block_size: int = 32) -> int:
     """The fewest rows of a product that have the bits of many.
 
-    Without AVX-512, one row of int4 has a kernel of its own.
+    Without AVX-512, one row of int4 has a kernel of its own for blocks of 32 and more.
     """
     if precision != "int4":
         return 1
     inputs, outputs = 64, 32
     rng = np.random.default_rng(0)
     weights = {
-        "packed": rng.integers(0, 256, (outputs, inputs // 32, 16), dtype=np.uint8),
-        "scales": rng.random((outputs, inputs // 32), dtype=np.float32),
+        "packed": rng.integers(0, 256, (outputs, inputs // block_size, block_size // 2), dtype=np.uint8),
+        "scales": rng.random((outputs, inputs // block_size), dtype=np.float32),
     }
-    attributes = {"K": inputs, "N": outputs, "bits": 4, "block_size": 32, "accuracy_level": 4}
+    attributes = {"K": inputs, "N": outputs, "bits": 4, "block_size": block_size, "accuracy_level": 4}
     node = helper.make_node("MatMulNBits", ["x", *weights], ["y"], domain="com.microsoft", **attributes)
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", None]) for name in "xy")
     constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]

@@ -50,7 +50,8 @@ def test_figures_are_kept_for_the_next_process(tuned: Path) -> None:
     assert result.tuning == pipeline.tuning.origin
     record = json.loads(next((tuned / "tuning").iterdir()).read_text())
     assert "2 threads" in record["device"] and "onnxruntime" in record["device"]
-    for times in record["samples"]["verify 0"].values():
+    fewest = pipeline.target.min_rows - 1  # a plain pass is the same where one row takes two
+    for times in record["samples"][f"verify {fewest}"].values():
         assert len(times) >= 1 and min(times) > 0
 
 
