@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,7 @@ class Trainer:
             epoch += 1
 
     def _logits(self, batch: Batch) -> Tensor:
-        # Where the processor has no products for it (AVX-512, for one), bfloat16 is emulated, fifty times as slow.
-        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        with torch.autocast("cpu", torch.bfloat16, enabled=native):
+        with torch.autocast("cpu", torch.bfloat16, enabled=_bfloat16_is_native()):
             hidden = self.model.hidden(batch.ids, batch.positions, batch.seen)
             logits = self.model.logits(hidden.flatten(0, 1)[batch.places])
         return logits.float()
@@ -198,6 +197,13 @@ class Trainer:
         for optimizer in self._optimizers:
             optimizer.step()
         return float(loss.detach())
+
+
+@cache
+def _bfloat16_is_native() -> bool:
+    """Where the processor has no products for it (without AVX-512), it is emulated, fifty times as slow as float32."""
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(there and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def distillation_loss(logits: Tensor, batch: Batch) -> Tensor:

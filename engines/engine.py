@@ -18,6 +18,7 @@ NO_CUTOFF = -3e38
 # would depend on how many rows stand behind it. So wide heads have no fewer positions than this in attention.
 SUMMED_AT_ONCE = 128
 SHORT_CONTEXT = 65
+TILE_ROWS = 128
 _UNKNOWN = -1  # no key of a noise slot
 CHOICE_MARGIN = 1e-4  # of a token's Gumbel score: far above what float32 arithmetic can change it by
 
@@ -27,6 +28,16 @@ class PlanShape(NamedTuple):
 
     rows: int
     logit_rows: int
+
+
+def padded_rows(rows: int, min_rows: int) -> int:
+    """The fewest rows, at least so many, of a pass whose every tile has ``min_rows``.
+
+    ONNX Runtime cuts quantized products into tiles of ``TILE_ROWS``; where one row has a kernel of its own, it takes a
+    last tile of one row, too.
+    """
+    last = (rows - 1) % TILE_ROWS + 1
+    return rows + max(0, min_rows - last)
 
 
 def plan_table(tiers: Sequence[int]) -> tuple[PlanShape, ...]:

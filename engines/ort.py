@@ -24,6 +24,7 @@ from outrider.engines.plan import BoundPlan, EngineState
 from outrider.engines.providers import ProviderSetup, provider_package, provider_setup, run_config
 
 _NO_PIECES = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+_VECTORS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8")  # by which kernels are chosen
 _ENVIRONMENT = threading.Lock()  # engines may be opened by several threads
 
 
@@ -204,6 +205,9 @@ def _device(provider: str, threads: int) -> str:
         known = {name.strip(): value.strip() for name, value in fields.items()}
         names = ("model name", "cpu family", "model", "CPU part")
         processor = " ".join(known[name] for name in names if name in known) or processor
+        # A virtual machine may hide some, and its name says nothing of the kernels then.
+        there = known.get("flags", "").split()
+        processor = " ".join([processor, *(flag for flag in _VECTORS if flag in there)])
     return f"{processor}, {provider}, {threads} threads, onnxruntime {ort.__version__}"
 
 

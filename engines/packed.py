@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.bundle import ModelInfo
-from outrider.engines.engine import SHORT_CONTEXT, SUMMED_AT_ONCE, PlanShape
+from outrider.engines.engine import SHORT_CONTEXT, SUMMED_AT_ONCE, PlanShape, padded_rows
 from outrider.engines.errors import OutriderError
 from outrider.engines.memory import HostBuffer, HostMemory
 from outrider.engines.ort import OrtSession
@@ -90,8 +90,8 @@ class PackedEngine:
 
     Args:
         graph: ``ModelInfo.packed_graph`` of the model.
-        min_rows: of a pass, from which on all passes give the same bits; shorter ones are padded.
-        most_rows: of a pass, and of the logits wanted of it.
+        min_rows: of a pass, from which on all passes give the same bits; others are padded.
+        most_rows: of a pass, and of the logits wanted of it; rounded up to one that needs no padding.
 
     Raises:
         OutriderError: ONNX Runtime is not installed, or the graph does not load.
@@ -104,7 +104,7 @@ class PackedEngine:
         self.table: Sequence[PlanShape] = ()
         self.sequences = sequences
         self.min_rows = min_rows
-        self.most_rows = most_rows
+        self.most_rows = most_rows = padded_rows(most_rows, min_rows)
         self._session = OrtSession(graph, info, threads=threads, many_shapes=True)
         self.device = self._session.device
         self._learned_positions = "positions" in self._session.input_names
@@ -190,8 +190,8 @@ class PackedEngine:
             # Spare rows are its last one again.
             at = (sequence - first) * most
             sorted_rows[at : at + most] = [*range(start, end), *[end - 1] * (most - size)]
-        padding = [0] * (self.min_rows - len(ids))
-        wanted += [0] * (self.min_rows - len(wanted))
+        padding = [0] * (padded_rows(len(ids), self.min_rows) - len(ids))
+        wanted += [0] * (padded_rows(len(wanted), self.min_rows) - len(wanted))
         total = len(ids) + len(padding)
         self._ids.array[:total] = ids + padding
         if self._learned_positions:

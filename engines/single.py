@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engines.engine import PREFILL_CHUNK, Engine, PlanShape
+from outrider.engines.engine import PREFILL_CHUNK, Engine, PlanShape, padded_rows
 from outrider.engines.packed import SavedCache, Segment
 
 
@@ -29,7 +29,8 @@ class SingleEngine:
     def run(self, segments: Sequence[Segment]) -> list[NDArray[np.float32]]:
         """One pass of the one segment."""
         (segment,) = segments
-        plan = self._engine.plan(max(len(segment.tokens), self.min_rows), max(segment.wanted, self.min_rows))
+        rows, logit_rows = (padded_rows(count, self.min_rows) for count in (len(segment.tokens), segment.wanted))
+        plan = self._engine.plan(rows, logit_rows)
         self._length[0] = segment.length
         return [plan.run(np.array([segment.tokens], np.int64), self._length)[0, -segment.wanted :]]
 

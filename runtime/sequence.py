@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engines.bundle import ModelInfo
-from outrider.engines.engine import PREFILL_CHUNK, Engine, Plan
+from outrider.engines.engine import PREFILL_CHUNK, Engine, Plan, padded_rows
 from outrider.runtime.choose import Row
 
 
@@ -77,7 +77,7 @@ class SequenceModel(ABC):
 class CachedModel(SequenceModel):
     """An engine of one sequence.
 
-    ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: shorter ones are padded. With
+    ``min_rows`` is the fewest rows of a pass that give the bits of every larger pass: others are padded. With
     ``exact`` False one-row passes run at their fastest instead, whatever their bits.
     """
 
@@ -89,7 +89,8 @@ class CachedModel(SequenceModel):
         self._lengths = np.zeros(1, np.int32)
 
     def _pass(self, tokens: Sequence[int], wanted: int) -> Sequence[Row]:
-        plan = self.engine.plan(max(len(tokens), self.min_rows), max(wanted, self.min_rows), self.exact)
+        rows, logit_rows = (padded_rows(count, self.min_rows) for count in (len(tokens), wanted))
+        plan = self.engine.plan(rows, logit_rows, self.exact)
         self._lengths[0] = self.length
         ids: NDArray[np.int64] = np.array(tokens, np.int64)[None]
         return self._run(plan, ids, wanted)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from check_identity import in_step
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,7 +94,7 @@ def twins(request: pytest.FixtureRequest, tiny: Path, workdir: Path) -> Pipeline
     out = workdir / f"twins-{request.param}"
     options = ExportOptions(precision=request.param, tiers=(1, 2, 4, 8), max_length=96)
     export_bundle(str(tiny), str(tiny), out, options, threads=2)
-    return Pipeline.load(out, threads=2)
+    return in_step(Pipeline.load(out, threads=2))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from check_identity import in_step
 from checkpoints import tiny_tokenizer, write_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,7 +42,7 @@ def exported(tiny: Path, draft: Path, out: Path) -> Path:
 @pytest.fixture(scope="module")
 def twins(tiny: Path, workdir: Path) -> Pipeline:
     """A pair whose draft is the target: every block is full."""
-    return Pipeline.load(exported(tiny, tiny, workdir / "life-twins"), threads=2)
+    return in_step(Pipeline.load(exported(tiny, tiny, workdir / "life-twins"), threads=2))
 
 
 @pytest.fixture(params=["strangers", "twins"])
@@ -233,7 +234,7 @@ def test_sampling_to_the_last_position(pair: Pipeline, k: int, drafter: str, lef
 def short_sighted(tiny: Path, workdir: Path) -> Pipeline:
     """The draft is the target, but for its 48 positions; the target has 96."""
     draft = write_tiny(workdir / "life-short", seed=1, max_position_embeddings=48)
-    return Pipeline.load(exported(tiny, draft, workdir / "life-short-bundle"), threads=2)
+    return in_step(Pipeline.load(exported(tiny, draft, workdir / "life-short-bundle"), threads=2))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

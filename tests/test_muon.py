@@ -13,14 +13,12 @@ SHAPES = [(24, 24), (48, 16), (16, 48)]
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_moves_as_pytorchs(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    start, aim = torch.randn(shape), torch.randn(shape)
+    start, gradients = torch.randn(shape), torch.randn(5, *shape)
     found = []
     for kind in (Muon, torch.optim.Muon):
         matrix = start.clone().requires_grad_()
         optimizer = kind([{"params": [matrix]}], lr=0.02, weight_decay=0.05)
-        for _ in range(5):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(matrix, aim).backward()
+        for matrix.grad in gradients:
             optimizer.step()
         found.append(matrix.detach() - start)
     assert (found[0] - found[1]).norm() < 0.02 * found[1].norm()

@@ -89,6 +89,17 @@ def test_rows_are_those_of_single_passes(
             assert np.array_equal(logits, alone[segment.sequence][end - segment.wanted : end])
 
 
+@pytest.mark.parametrize("rows", [128, 129, 130])
+def test_a_last_tile_of_one_row(
+    bundle: Bundle, texts: list[list[int]], alone: list[NDArray[np.float32]], rows: int
+) -> None:
+    """Products are cut into tiles of 128 rows."""
+    segments = [Segment(0, 0, texts[0][: rows - 40], 1), Segment(1, 0, texts[1][:40], 1)]
+    first, second = packed_engine(bundle, most_rows=rows).run(segments)
+    assert np.array_equal(first[0], alone[0][rows - 41])
+    assert np.array_equal(second[0], alone[1][39])
+
+
 def test_a_rollback_and_a_copy(bundle: Bundle, texts: list[list[int]], alone: list[NDArray[np.float32]]) -> None:
     """What was overwritten leaves no trace, and a copied beginning is as good as a computed one."""
     engine = packed_engine(bundle)

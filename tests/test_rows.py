@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from products import fewest_rows
 
 from outrider.engines.bundle import Bundle, ModelInfo
-from outrider.engines.engine import PlanShape, plan_table
+from outrider.engines.engine import PlanShape, padded_rows, plan_table
 from outrider.engines.errors import OutriderError
 from outrider.engines.ort import OrtEngine
 from outrider.engines.probe import RowProbe, probe_rows
@@ -163,9 +163,31 @@ def test_all_row_counts_up_to_a_prefill_chunk_agree(smollm2_pair: Pipeline) -> N
     for width in (1, 2, 3, 5, 9, 16, 67, 200)[fewest_rows("int4") - 1 :]:
         for start in range(0, 200, width):
             part = ids[None, start : start + width]
-            logits = engine.plan(part.shape[1], 1).run(part, np.full(1, start, np.int32))
+            logits = engine.plan(part.shape[1], fewest_rows("int4")).run(part, np.full(1, start, np.int32))
         results.append(logits[0, -1].copy())
     assert all(np.array_equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 130, 257])
+def test_a_last_tile_of_one_row(smollm2_pair: Pipeline, length: int) -> None:
+    """Products are cut into tiles of 128 rows: the last row of 129 was the only one of its tile."""
+    target = smollm2_pair.target
+    tokens = np.random.default_rng(4).integers(0, 49000, length).tolist()
+    found = []
+    for first in (0, 70):
+        target.rollback(0)
+        if first:
+            target.extend(tokens[:first], 1)
+        found.append(target.extend(tokens[first:], 1)[0].copy())
+    assert np.array_equal(*found)
+
+
+def test_passes_are_padded_to_whole_tiles() -> None:
+    for fewest in (1, 2, 9):
+        for rows in range(1, 400):
+            padded = padded_rows(rows, fewest)
+            tails = [wide for wide in range(rows, padded + 1) if (wide - 1) % 128 + 1 >= fewest]
+            assert tails == [padded]
 
 
 @pytest.mark.parametrize("precision", ["int4", "fp32"])
